@@ -30,6 +30,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "toploc": "hiddenlab.defenses.fingerprints:Toploc",
         "logprobs": "hiddenlab.defenses.fingerprints:Logprobs",
     },
+    "hardenings": {"client": "hiddenlab.defenses.cascade.hardening:ClientLayers"},
     "metrics": {"text": "hiddenlab.eval.measures.metrics:score_text"},
     "experiments": {
         "table-1": "hiddenlab.eval.tables.attack:table_1",

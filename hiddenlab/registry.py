@@ -32,6 +32,7 @@ OWN = {
 SINGULAR = {
     "attacks": "attack",
     "defenses": "defense",
+    "hardenings": "hardening",
     "metrics": "metric",
     "experiments": "experiment",
     "measures": "measure",

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hiddenlab.defenses.cascade.after_mpc import forward_after, rows_from_shares, without_first
+from hiddenlab.defenses.cascade.after_mpc import forward_after, rows_from_shares
+from hiddenlab.defenses.cascade.hardening import Section
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.protocols.checkpoint import load_weights
 from hiddenlab.defenses.protocols.forward import Plain, walk
-from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.errors import InputError
 from hiddenlab.eval.measures import after_mpc
 from hiddenlab.sharding import Plan
 from tests.marks import slow_cases
@@ -40,7 +41,7 @@ def test_the_rest_of_the_model_runs_on_rows_from_shares(
     with torch.no_grad():
         out = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([TOKENS]), output_hidden_states=True)
     states = out.hidden_states[layers][0]
-    cascade = LocalCascade(without_first(load_cascade_model(path), layers))
+    cascade = LocalCascade(load_cascade_model(path, section=Section(layers)))
     plan = Plan.clustered(len(TOKENS), 2, alpha=3, m=2)
     found = forward_after(cascade, shared(states, 3), FRACTION, plan)
     assert torch.allclose(found, out.logits[0], atol=2e-3)
@@ -58,12 +59,8 @@ def test_each_node_adds_up_its_own_rows() -> None:
             rows_from_shares(wrong, FRACTION, plan)
 
 
-def test_what_cannot_start_in_the_middle(tiny: TinyPath) -> None:
-    with pytest.raises(NotApplicableError, match="position vectors"):
-        without_first(load_cascade_model(tiny("gpt2")), 1)
+def test_rows_of_other_positions_are_refused(tiny: TinyPath) -> None:
     model = load_cascade_model(tiny("llama"))
-    with pytest.raises(InputError, match="between 0 and"):
-        without_first(model, 99)
     plan = Plan.clustered(4, 2, alpha=2)
     with pytest.raises(InputError, match="rows of its own positions"):
         LocalCascade(model).forward_rows({0: torch.zeros(1, 64), 1: torch.zeros(2, 64)}, plan)

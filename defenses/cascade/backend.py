@@ -73,10 +73,7 @@ class ModelFacts:
 class Cascade(ABC):
     """A model run by nodes; the driver handles only the user's own tokens and the result.
 
-    Several threads may ask for passes at once; these run together (``batching``).
-
-    Args:
-        record: nodes record what they see, one request at a time.
+    Several threads may ask for passes at once.
 
     Attributes:
         facts: of the model.
@@ -85,9 +82,6 @@ class Cascade(ABC):
 
     facts: ModelFacts
     started: tuple[int, frozenset[str]] | None = None
-
-    def __init__(self, *, record: bool = False) -> None:
-        self._batcher = Batcher(self._run, self._abort, self._forget, 1 if record else MOST_PASSES)
 
     def forward(
         self,
@@ -119,12 +113,82 @@ class Cascade(ABC):
             finally:
                 self.close(work.request)
 
+    @abstractmethod
     def step(self, work: Pass, tokens: Tensor) -> Float[Tensor, "n width"]:
         """Run one pass over new tokens; with ``work.last`` return only the last position's row.
 
         Raises:
             see ``forward``.
         """
+
+    @abstractmethod
+    def close(self, request: str) -> None:
+        """Make every node forget a request; a pass of it that another thread waits for ends with a NodeError."""
+
+    def _check(self, work: Pass, tokens: Tensor) -> None:
+        expected = work.plan.tokens - work.since
+        if len(tokens) != expected:
+            raise InputError(f"the plan is for {count_of(expected, 'token')}, the prompt has {len(tokens)}")
+        if self.facts.context is not None and work.plan.tokens > self.facts.context:
+            raise InputError(
+                f"the prompt has {count_of(work.plan.tokens, 'token')}; the model's context holds {self.facts.context}"
+            )
+        if not tokens.is_floating_point() and not bool(
+            ((tokens >= 0) & (tokens < self.facts.vocabulary)).all()
+        ):
+            raise InputError(f"a token id is outside of the vocabulary, 0 to {self.facts.vocabulary - 1}")
+        padding = self.facts.padding
+        if padding is not None and not tokens.is_floating_point() and padding in tokens.tolist():
+            raise InputError(
+                f"token {padding} is padding, which takes no position in this model; leave it out"
+            )
+        plan = work.plan
+        if self.started is not None:
+            alpha, attns = self.started
+            if plan.alpha > alpha or not {attn_name(node) for node in plan.attn_nodes} <= attns:
+                raise InputError(
+                    f"the plan needs {count_of(plan.alpha, 'CompNode')} and {len(plan.attn_nodes)} "
+                    f"AttnNodes; running are {alpha} "
+                    f"and {len(attns)}"
+                )
+
+    @abstractmethod
+    def counters(self) -> dict[str, dict[str, Any]]:
+        """Return each node's counters since the start, by name."""
+
+    @abstractmethod
+    def seen(self) -> list[Seen]:
+        """Return what nodes saw, where they record, and remove it from them."""
+
+    def recover(self, error: NodeError) -> bool:
+        """Replace a lost node where that is allowed; the request can then be run again from its tokens."""
+        return False
+
+    def healthy(self) -> dict[str, str]:
+        """Return ``ok`` or the fault of each node that runs by itself."""
+        return {}
+
+    def shutdown(self) -> None:  # noqa: B027 (nothing to stop is the common case)
+        """Stop the nodes."""
+
+    def __enter__(self) -> "Cascade":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+class NodeCascade(Cascade):
+    """Nodes of a plan, which run the passes of several requests together (``batching``).
+
+    Args:
+        record: nodes record what they see, one request at a time.
+    """
+
+    def __init__(self, *, record: bool = False) -> None:
+        self._batcher = Batcher(self._run, self._abort, self._forget, 1 if record else MOST_PASSES)
+
+    def step(self, work: Pass, tokens: Tensor) -> Float[Tensor, "n width"]:
         self._check(work, tokens)
         shares = {i: work.inputs(i, tokens) for i in range(work.plan.alpha)}
         there = {i: share for i, share in shares.items() if share is not None}
@@ -162,33 +226,6 @@ class Cascade(ABC):
             joined[[p - work.since for p in work.plan.shards[i] if p >= work.since]] = part
         return joined
 
-    def _check(self, work: Pass, tokens: Tensor) -> None:
-        expected = work.plan.tokens - work.since
-        if len(tokens) != expected:
-            raise InputError(f"the plan is for {count_of(expected, 'token')}, the prompt has {len(tokens)}")
-        if self.facts.context is not None and work.plan.tokens > self.facts.context:
-            raise InputError(
-                f"the prompt has {count_of(work.plan.tokens, 'token')}; the model's context holds {self.facts.context}"
-            )
-        if not tokens.is_floating_point() and not bool(
-            ((tokens >= 0) & (tokens < self.facts.vocabulary)).all()
-        ):
-            raise InputError(f"a token id is outside of the vocabulary, 0 to {self.facts.vocabulary - 1}")
-        padding = self.facts.padding
-        if padding is not None and not tokens.is_floating_point() and padding in tokens.tolist():
-            raise InputError(
-                f"token {padding} is padding, which takes no position in this model; leave it out"
-            )
-        plan = work.plan
-        if self.started is not None:
-            alpha, attns = self.started
-            if plan.alpha > alpha or not {attn_name(node) for node in plan.attn_nodes} <= attns:
-                raise InputError(
-                    f"the plan needs {count_of(plan.alpha, 'CompNode')} and {len(plan.attn_nodes)} "
-                    f"AttnNodes; running are {alpha} "
-                    f"and {len(attns)}"
-                )
-
     @abstractmethod
     def _run(self, batch: Batch, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Run a batch on the CompNodes that have new tokens, and return their wanted rows, packed as the inputs."""
@@ -202,33 +239,7 @@ class Cascade(ABC):
         """Make every node forget a request of which no pass runs."""
 
     def close(self, request: str) -> None:
-        """Make every node forget a request; a pass of it that another thread waits for ends with a NodeError."""
         self._batcher.close(request)
-
-    @abstractmethod
-    def counters(self) -> dict[str, dict[str, Any]]:
-        """Return each node's counters since the start, by name."""
-
-    @abstractmethod
-    def seen(self) -> list[Seen]:
-        """Return what nodes saw, where they record, and remove it from them."""
-
-    def recover(self, error: NodeError) -> bool:
-        """Replace a lost node where that is allowed; the request can then be run again from its tokens."""
-        return False
-
-    def healthy(self) -> dict[str, str]:
-        """Return ``ok`` or the fault of each node that runs by itself."""
-        return {}
-
-    def shutdown(self) -> None:  # noqa: B027 (nothing to stop is the common case)
-        """Stop the nodes."""
-
-    def __enter__(self) -> "Cascade":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
 
 def in_threads(

@@ -19,9 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from hiddenlab.defenses.cascade import secured
-from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings
+from hiddenlab.defenses.cascade.backend import ModelFacts, NodeCascade, Settings
 from hiddenlab.defenses.cascade.cost import Link
 from hiddenlab.defenses.cascade.faults import Restarts, Watch, stalled
+from hiddenlab.defenses.cascade.hardening import WHOLE, Section
 from hiddenlab.defenses.cascade.membership import tensor_ports
 from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, attn_name, comp_name, remember
 from hiddenlab.defenses.cascade.node_views import Seen
@@ -140,13 +141,14 @@ def _endpoint(loopback: bool, tls: bool) -> Endpoint:
     return Endpoint(host, ports, Tls.of_environment() if tls else None)
 
 
-class RayCascade(Cascade):
+class RayCascade(NodeCascade):
     """A model run by Ray actors: α CompNodes and the AttnNodes of β = mα key shards.
 
     Args:
         model: name of the model.
         alpha, m, symmetric: as in ``Plan``; plans of requests must fit.
         settings: how the nodes work.
+        section: of the model, which the CompNodes run.
         address: of a running cluster (``auto`` finds it); None starts one here, and stops it in the end.
         transport: ``tcp`` from node to node, or ``objects``, the paper's form.
         timeout: seconds without any progress after which a node counts as stalled; a slow one is waited for.
@@ -173,6 +175,7 @@ class RayCascade(Cascade):
         m: int = 1,
         symmetric: bool = False,
         settings: Settings | None = None,
+        section: Section = WHOLE,
         address: str | None = None,
         transport: str = "tcp",
         timeout: float = 60.0,
@@ -232,7 +235,7 @@ class RayCascade(Cascade):
                 options = self._options(i, threads, cpus, gpus)
                 self._make[comp_name(i)] = partial(
                     ray.remote(_Comp).options(**options).remote, i, model, self.settings, key,
-                    transport=transport, dtype=dtype, device=device, **common,
+                    transport=transport, section=section, dtype=dtype, device=device, **common,
                 )  # fmt: skip
             for place, node in enumerate(nodes):
                 options = self._options(alpha + place, threads, cpus, 0.0)

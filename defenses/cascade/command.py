@@ -23,6 +23,7 @@ from hiddenlab.defenses.cascade.exposure import (
     attack_on,
     verdicts,
 )
+from hiddenlab.defenses.cascade.hardening import WHOLE, ClientLayers, Section, first_layer, parse_hardening
 from hiddenlab.defenses.cascade.planning import make_plan
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
@@ -45,6 +46,7 @@ class Backend:
         compress, wire, record: see ``backend.Settings``.
         bandwidth, latency: of a simulated network, in bytes per second and seconds.
         folder: of the cluster's files; see ``membership.enter``.
+        harden: spec of a hardening, see ``hardening``.
     The others are those of ``RayCascade``.
     """
 
@@ -69,6 +71,7 @@ class Backend:
     folder: str | None = None
     tls: bool = True
     concurrent: int = 16
+    harden: str | None = None
 
     def link(self) -> Link | None:
         """Return the simulated network, or None."""
@@ -91,6 +94,26 @@ class Backend:
         Raises:
             InputError: the backend does not have an option, or see ``RayCascade``.
         """
+        from hiddenlab.defenses.cascade.client_layers import BetweenClientLayers, check_sections
+        from hiddenlab.defenses.cascade.load import load_cascade_model
+        from hiddenlab.defenses.cascade.local import LocalCascade
+        from hiddenlab.models.load import load_config, parse_dtype, resolve_model
+
+        hardening = parse_hardening(self.harden)
+        if hardening is None:
+            return self._nodes(WHOLE, alpha, m, symmetric, progress)
+        config = load_config(resolve_model(self.model))
+        first, middle, last = hardening.sections(int(config.num_hidden_layers))
+        check_sections(self.model, config)
+        dtype = parse_dtype(self.dtype)
+        client = [
+            LocalCascade(load_cascade_model(self.model, dtype=dtype, section=section), name=self.model)
+            for section in (first, last)
+        ]
+        return BetweenClientLayers(client[0], self._nodes(middle, alpha, m, symmetric, progress), client[1])
+
+    def _nodes(self, section: Section, alpha: int, m: int, symmetric: bool, progress: Progress) -> "Cascade":
+        """Start nodes that run a section of the model."""
         from hiddenlab.defenses.cascade.backend import Settings
         from hiddenlab.defenses.cascade.load import load_cascade_model
         from hiddenlab.defenses.cascade.local import LocalCascade
@@ -107,7 +130,7 @@ class Backend:
         if self.kind == "local" and self.bandwidth is not None:
             raise InputError("a simulated network goes with --backend wire or ray")
         if self.kind != "ray":
-            loaded = load_cascade_model(self.model, dtype=dtype, device=self.device)
+            loaded = load_cascade_model(self.model, dtype=dtype, device=self.device, section=section)
             if self.kind == "local":
                 return LocalCascade(loaded, settings, name=self.model)
             return WireCascade(
@@ -116,7 +139,7 @@ class Backend:
             )  # fmt: skip
         entered = self.entered()
         return _with_ray("hiddenlab.defenses.cascade.cluster").RayCascade(
-            self.model, alpha, m=m, symmetric=symmetric, settings=settings, address=entered.address,
+            self.model, alpha, m=m, symmetric=symmetric, settings=settings, section=section, address=entered.address,
             transport=self.transport, timeout=self.timeout, restarts=self.restarts, threads=self.threads,
             cpus=self.cpus, gpus=self.gpus, dtype=dtype, device=self.device, strategy=self.strategy,
             loopback=self.loopback, tls=self.tls, concurrent=self.concurrent, link=self.link(), progress=progress,
@@ -271,7 +294,7 @@ def run(
                 tokens=[*ids.tolist(), *answer], progress=progress,
             )  # fmt: skip
             grown = made.grown(len(ids) + max(0, len(answer) - 1))  # no node computes on the last token
-            result |= _worst(grown, Path(record))
+            result |= _worst(grown, Path(record), parse_hardening(backend.harden))
         head = cascade.facts.head
     if compare:
         result |= _compared(backend, ids, head, result, repeats, new_tokens, sorted(defaults.stop))
@@ -291,7 +314,9 @@ def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progres
         yield
         return
     shape = Shape.of(load_config(resolve_model(backend.model)), element_bytes=1)
-    total = shape.layers * sum(sent(made, shape)[0].values())
+    hardening = parse_hardening(backend.harden)
+    layers = shape.layers - (0 if hardening is None else hardening.layers)
+    total = layers * sum(sent(made, shape)[0].values())
     what, done = "nodes compute and record, numbers exchanged", threading.Event()
 
     def watch() -> None:
@@ -310,15 +335,18 @@ def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progres
         thread.join()
 
 
-def _worst(made: Plan, folder: Path) -> dict[str, Any]:
+def _worst(made: Plan, folder: Path, hardening: ClientLayers | None) -> dict[str, Any]:
     """Return the verdict on the node that reads most, and the command that attacks what it saw."""
-    found = [one for one in verdicts(made) if one.own]
+    first = first_layer(hardening)
+    found = [one for one in verdicts(made, first_layer=first) if one.own]
     worst = max(found, key=lambda one: (one.status == NOT_PRIVATE, one.read), default=None)
     if worst is None:
         return {"worst": None, "attack": None}
+    if hardening is not None and worst.status != NOT_PRIVATE:  # no attack on such a run was measured
+        return {"worst": worst.to_json(), "attack": None}
     from hiddenlab.defenses.cascade.node_views import file_name
 
-    attack, layer, stream = attack_on(made, worst)
+    attack, layer, stream = attack_on(made, worst, first)
     return {
         "worst": worst.to_json(),
         "attack": f"hiddenlab attack --observation {shlex.quote(str(folder / file_name(worst.node)))} "

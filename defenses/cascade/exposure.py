@@ -7,7 +7,7 @@ what lies beyond is "not measured", never "private".
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -107,13 +107,14 @@ class Verdict:
         return {**asdict(self), "sentence": sentence([self])}
 
 
-def verdicts(plan: Plan, client: Collection[int] = ()) -> list[Verdict]:
+def verdicts(plan: Plan, client: Collection[int] = (), first_layer: int = 0) -> list[Verdict]:
     """Return the verdict on each CompNode, then on each AttnNode.
 
     Each node is judged by itself; nodes that share what they see read more.
 
     Args:
         client: CompNodes that the client runs, who knows the prompt.
+        first_layer: of the nodes. What was measured of other nodes' tokens is of nodes that begin with layer 0.
 
     Raises:
         InputError: the plan has no such CompNode.
@@ -121,7 +122,18 @@ def verdicts(plan: Plan, client: Collection[int] = ()) -> list[Verdict]:
     if wrong := [i for i in client if not 0 <= i < plan.alpha]:
         raise InputError(f"there is no CompNode {wrong[0]}; the plan has 0 to {plan.alpha - 1}")
     comps = [_comp(plan, i, i in client) for i in range(plan.alpha)]
-    return comps + [_attn(plan, node) for node in plan.attn_nodes]
+    found = comps + [_attn(plan, node) for node in plan.attn_nodes]
+    return [_unmeasured(one) for one in found] if first_layer else found
+
+
+def _unmeasured(verdict: Verdict) -> Verdict:
+    """Return the verdict where no attack was measured that reads other nodes' tokens."""
+    if verdict.status in (CLIENT, NOTHING):
+        return verdict
+    status = NOT_PRIVATE if verdict.own == verdict.tokens else NOT_MEASURED
+    return replace(
+        verdict, status=status, others=0, not_measured=verdict.not_measured + verdict.others, evidence=None
+    )
 
 
 def _comp(plan: Plan, node: int, client: bool) -> Verdict:
@@ -207,15 +219,21 @@ def _left_to_right(rows: Positions, per_row: int, most_rows: int) -> list[int]:
     return read
 
 
-def attack_on(plan: Plan, verdict: Verdict) -> tuple[str, int, str]:
-    """Return the attack that reads what the verdict says, and the layer and stream of the observation that it reads."""
+def attack_on(plan: Plan, verdict: Verdict, first_layer: int = 0) -> tuple[str, int, str]:
+    """Return the attack that reads what the verdict says, and the layer and stream of the observation that it reads.
+
+    Args:
+        first_layer: of the nodes.
+    """
     if verdict.evidence is not None:
         attack = EVIDENCE[verdict.evidence].attack
         if not verdict.comp:
             return attack, 2, _keys_and_values(plan, verdict)
         return attack, 1, "attn" if verdict.evidence == "partial sums" else "resid"
     # Its own tokens: from states, or from whatever an AttnNode is given.
-    return "vocab-match", 1, "resid" if verdict.comp else "v" if _has_keys(plan, verdict) else "q"
+    if verdict.comp:
+        return "vocab-match", max(1, first_layer), "resid"
+    return "vocab-match", first_layer + 1, "v" if _has_keys(plan, verdict) else "q"
 
 
 def _node(verdict: Verdict) -> AttnNode:
@@ -314,7 +332,9 @@ def _range(values: Iterable[int]) -> str:
 def evidence_lines(found: Sequence[Verdict]) -> list[str]:
     """Return for each attack that some verdict rests on what was measured, and by which command."""
     used = dict.fromkeys(one.evidence for one in found if one.evidence is not None)
-    used |= dict.fromkeys(["rows of values"] * any(one.own and not one.comp for one in found))
+    used |= dict.fromkeys(
+        ["rows of values"] * any(not one.comp and one.status == NOT_PRIVATE for one in found)
+    )
     return [
         f"{it.at}: {100 * it.figure:g} % read, {it.prompts} prompts ({it.command})"
         for it in (EVIDENCE[key] for key in used)

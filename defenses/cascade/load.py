@@ -1,6 +1,7 @@
 """Load a model for CompNodes, and check that Cascade gives what the model itself gives."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.comp_host import (
     ATTENTION_NAME,
     UNSEEN,
     first_position,
+    has_head,
     register_cascade_attention,
 )
+from hiddenlab.defenses.cascade.hardening import WHOLE, Section
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.passes import Pass, new_name
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import EAGER, attending, unchanged_rotary, use_attention
+from hiddenlab.models.checkpoint import final_norm, replaced, some_layers
 from hiddenlab.models.choice import CODE, Verdict, facts_of, fingerprint, remembered
 from hiddenlab.models.load import load_config, load_module, resolve_model
 from hiddenlab.models.self_check import TOLERANCE, TWIN_TOLERANCE, first_of
@@ -28,8 +33,20 @@ TOKENS, CACHED_STEPS, SEED = 12, 2, 47
 MEETS = ". Tokens meet elsewhere than in attention, or the model counts positions itself"
 
 
+def section_of(model: nn.Module, section: Section) -> nn.Module:
+    """Return the layers of a section of a whole model; they share its weights."""
+    if section.end is None:
+        return some_layers(model, section.first, None)
+    return _states_only(some_layers(model.base_model, section.first, section.end))  # type: ignore[arg-type]
+
+
 def load_cascade_model(
-    name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu", attention: str = ATTENTION_NAME
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    attention: str = ATTENTION_NAME,
+    section: Section = WHOLE,
 ) -> nn.Module:
     """Load a model for CompNodes: a causal LM with its head, any other model without one.
 
@@ -39,6 +56,7 @@ def load_cascade_model(
     Args:
         name, dtype, device: see ``load_model``.
         attention: one of transformers' own gives the plain model, to compare with.
+        section: the layers that are loaded, see ``Section``.
 
     Raises:
         InputError: the model or device is unknown, the model has no attention, or Cascade does not reproduce it.
@@ -53,17 +71,35 @@ def load_cascade_model(
         raise InputError(f"{name} ({config.model_type}) has no attention to shard")
     head = any("CausalLM" in kind or "LMHead" in kind for kind in config.architectures or ())
     sharded = attention == ATTENTION_NAME
+    ends = section.end is None
     model = load_module(
-        ref, config, head=head, dtype=dtype, device=torch_device, attention=EAGER if sharded else attention
-    )
+        ref, config, head=head and ends, dtype=dtype, device=torch_device, attention=EAGER if sharded else attention,
+        layers=section.end, left_out=section.first, final_norm=ends,
+    )  # fmt: skip
+    if not ends:
+        if has_head(model):
+            raise InputError(
+                f"{name} ({config.model_type}) cannot be loaded without its head; its layers stay together"
+            )
+        model = _states_only(model)
     if not sharded:
         return model
     use_attention(model, ATTENTION_NAME)
     facts = {"config": facts_of(config), "head": head}
-    own = {**facts, "weights": fingerprint(model), "dtype": str(dtype), "device": torch_device.type}
+    own = {
+        **facts,
+        "section": asdict(section),
+        "weights": fingerprint(model),
+        "dtype": str(dtype),
+        "device": torch_device.type,
+    }
     code = (*CODE, Path(__file__).parent)
     for kind, key, compute in (
-        ("cascade", own, lambda: _difference(model, TOKENS, CACHED_STEPS, TOLERANCE[dtype])),
+        (
+            "cascade",
+            own,
+            lambda: _verdict(LocalCascade(model), model, TOKENS, CACHED_STEPS, TOLERANCE[dtype]),
+        ),
         ("cascade-twin", facts, lambda: _twin_difference(config, head)),
     ):
         if difference := remembered(kind, key, Verdict, compute, code).difference:
@@ -71,24 +107,48 @@ def load_cascade_model(
     return model
 
 
-def _difference(model: nn.Module, tokens: int, steps: int, tolerance: float, where: str = "") -> Verdict:
+def _states_only(model: nn.Module) -> nn.Module:
+    """Return a model without its final norm, which shares all weights with the given one."""
+    norm = final_norm(model)
+    return model if norm is None else replaced(model, norm[0].split("."), nn.Identity())
+
+
+def _verdict(
+    cascade: Cascade, model: nn.Module, tokens: int, steps: int, tolerance: float, where: str = ""
+) -> Verdict:
     """Compare Cascade with the model's own forward pass."""
-    with unchanged_rotary(model):
-        difference = first_of(_comparisons(model, tokens, steps), tolerance)
+    difference = first_difference(cascade, model, tokens, steps, tolerance)
     if difference is None:
         return Verdict()
-    meets = "" if UNSEEN in str(difference) else MEETS
+    meets = "" if UNSEEN in difference else MEETS
     return Verdict(difference=f"Cascade does not reproduce its own forward pass ({difference}{where}){meets}")
 
 
+def first_difference(
+    cascade: Cascade, model: nn.Module, tokens: int, steps: int, tolerance: float
+) -> str | None:
+    """Compare a Cascade with a model's own forward pass, on a random prompt and in cached steps at its end.
+
+    Args:
+        tokens: of the prompt. steps: of them, that are cached. tolerance: relative to the largest number.
+
+    Returns:
+        What differs; None where nothing does.
+    """
+    with unchanged_rotary(model):
+        difference = first_of(_comparisons(cascade, model, tokens, steps), tolerance)
+    return None if difference is None else str(difference)
+
+
 @torch.inference_mode()
-def _comparisons(model: nn.Module, n: int, steps: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _comparisons(
+    cascade: Cascade, model: nn.Module, n: int, steps: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each comparison, Cascade's outputs, and those of the model itself."""
     generator = torch.Generator().manual_seed(SEED)
     table = model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
     tokens = torch.randint(first_position(model), len(table), (n,), generator=generator)  # no padding
     expected = plain_outputs(model, tokens)
-    cascade = LocalCascade(model)
     for name, plan in (
         ("one node", Plan.clustered(n, n, alpha=1)),
         ("two nodes", Plan.clustered(n, 2, alpha=2)),
@@ -126,4 +186,6 @@ def _twin_difference(config: Any, head: bool) -> Verdict:
         return Verdict(difference=str(error))
     use_attention(twin, ATTENTION_NAME)
     n = max(LENGTHS)
-    return _difference(twin, n, n - TRAINED_POSITIONS + 2, TWIN_TOLERANCE, "; a small random copy")
+    return _verdict(
+        LocalCascade(twin), twin, n, n - TRAINED_POSITIONS + 2, TWIN_TOLERANCE, "; a small random copy"
+    )

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.attn_host import AttnHost
-from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, in_threads
+from hiddenlab.defenses.cascade.backend import ModelFacts, NodeCascade, Settings, in_threads
 from hiddenlab.defenses.cascade.comp_host import CompHost
 from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, comp_name
 from hiddenlab.defenses.cascade.node_views import Seen
@@ -53,7 +53,7 @@ class _Mail:
             self.ready.notify_all()
 
 
-class LocalCascade(Cascade):
+class LocalCascade(NodeCascade):
     """A model run by the nodes of a plan, in one process.
 
     Args:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
-from hiddenlab.models import decoder_layers
+from hiddenlab.models.checkpoint import LeftOut, decoder_layers
 from hiddenlab.observation import save_observations
 from hiddenlab.sharding import AttnNode, Message, Plan, Positions
 from hiddenlab.truths import save_truth
@@ -107,7 +107,7 @@ def record_partials(
 def record_layers(
     seen: Seen | None, model: nn.Module, positions: Positions, mine: Callable[[], bool]
 ) -> Iterator[None]:
-    """Record the node's own hidden states: ``embed`` before the first layer, ``resid`` after each.
+    """Record the node's own hidden states: what its first layer gets (``embed`` at layer 0), and ``resid`` after each.
 
     Args:
         seen: where to record; None records nothing.
@@ -116,11 +116,13 @@ def record_layers(
     if seen is None:
         yield
         return
-    layers = decoder_layers(model)
+    layers = [(i, layer) for i, layer in enumerate(decoder_layers(model)) if not isinstance(layer, LeftOut)]
+    first = layers[0][0]
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if mine():
-            seen.add("embed", 0, positions, (args[0] if args else kwargs["hidden_states"])[0])
+            rows = (args[0] if args else kwargs["hidden_states"])[0]
+            seen.add("resid" if first else "embed", first, positions, rows)
 
     def after(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -129,8 +131,8 @@ def record_layers(
 
         return hook
 
-    hooks = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
-    hooks += [layer.register_forward_hook(after(i + 1)) for i, layer in enumerate(layers)]
+    hooks = [layers[0][1].register_forward_pre_hook(before, with_kwargs=True)]
+    hooks += [layer.register_forward_hook(after(i + 1)) for i, layer in layers]
     try:
         yield
     finally:

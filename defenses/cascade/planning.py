@@ -1,5 +1,6 @@
 """Plan which node would hold which tokens, what each node reads, and at which cost: ``hiddenlab cascade plan``."""
 
+from dataclasses import replace
 from typing import Any
 
 from hiddenlab.defenses.cascade.cost import (
@@ -12,6 +13,7 @@ from hiddenlab.defenses.cascade.cost import (
     rounds,
 )
 from hiddenlab.defenses.cascade.exposure import evidence_lines, gaps_read, summary, sums_read, verdicts
+from hiddenlab.defenses.cascade.hardening import first_layer, parse_hardening
 from hiddenlab.defenses.cascade.plan_search import best_plan, described, mean_shares
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan, gaps, recoverable, smallest_gap
@@ -33,6 +35,7 @@ def plan(
     client: str | None = None,
     most_bytes: float | None = None,
     most_seconds: float | None = None,
+    harden: str | None = None,
 ) -> dict[str, Any]:
     """Make a plan, say what each of its nodes reads, and compute its cost.
 
@@ -46,6 +49,7 @@ def plan(
         latency: seconds, one way.
         client: CompNodes that the client runs, ``0,3``.
         most_bytes, most_seconds: of a pass of the best plan; where neither is given, the bytes of this plan.
+        harden: spec of a hardening, see ``hardening``.
         alpha, c, delta, m, symmetric: see ``Plan.clustered``.
 
     Returns:
@@ -64,10 +68,15 @@ def plan(
         raise InputError("rho and the bytes of an element must be at least 1")
     link = Link(bandwidth, latency)
     made = make_plan(tokens, alpha, c, delta, m, shards, symmetric)
-    shape = Shape.of(load_config(resolve_model(model)), element_bytes)
+    whole = Shape.of(load_config(resolve_model(model)), element_bytes)
+    hardening = parse_hardening(harden)
+    kept = 0 if hardening is None else hardening.layers
+    if hardening is not None:
+        hardening.sections(whole.layers)
+    shape = replace(whole, layers=whole.layers - kept)
     held = [made.held_by(node) for node in made.attn_nodes]
     closest = [gap for gap in map(smallest_gap, held) if gap is not None]
-    cost: dict[str, Any] = {"layers": shape.layers, "messages_per_layer": rounds(made)}
+    cost: dict[str, Any] = {"layers": shape.layers, "client_layers": kept, "messages_per_layer": rounds(made)}
     for mode in STATISTICS:
         cost[f"bytes_per_layer_{mode}"] = layer_bytes(made, shape, mode)
         cost[f"bytes_{mode}"] = shape.layers * layer_bytes(made, shape, mode)
@@ -78,7 +87,7 @@ def plan(
     cost["seconds_per_layer"] = layer_seconds(made, shape, link)
     cost["seconds"] = shape.layers * layer_seconds(made, shape, link)
     owner = {position: i for i, shard in enumerate(made.shards) for position in shard}
-    found = verdicts(made, _client_nodes(client))
+    found = verdicts(made, _client_nodes(client), first_layer(hardening))
     bound = float(cost["bytes_paper"]) if most_bytes is None and most_seconds is None else most_bytes
     shares = mean_shares(made)
     best, compared = best_plan(tokens, shape, link, bound, most_seconds)
@@ -104,6 +113,7 @@ def plan(
             "attn_nodes": len(made.attn_nodes),
             "rho": rho,
             "model": model,
+            "harden": harden,
         },
         "rows": [
             {
@@ -112,8 +122,9 @@ def plan(
                 "clusters": len(gaps(shard)) + bool(shard),
                 "smallest_gap": smallest_gap(shard),
                 "by_row_matching_alone": recoverable(shard, rho),
-                "by_missing_tokens": len(shard) + len(gaps_read(shard)),
-                "by_partial_sums": len(shard) + len(sums_read(made, i)),
+                # Both were measured of nodes that begin with layer 0.
+                "by_missing_tokens": len(shard) + len(gaps_read(shard)) if hardening is None else None,
+                "by_partial_sums": len(shard) + len(sums_read(made, i)) if hardening is None else None,
             }
             for i, shard in enumerate(made.shards)
         ],

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.attn_host import AttnHost, Reply
-from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts, Settings, in_threads
+from hiddenlab.defenses.cascade.backend import ModelFacts, NodeCascade, Settings, in_threads
 from hiddenlab.defenses.cascade.comp_host import CompHost
 from hiddenlab.defenses.cascade.cost import Link
+from hiddenlab.defenses.cascade.hardening import WHOLE, Section
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.node_state import (
     GIVEN_UP,
@@ -155,6 +156,7 @@ class RemoteComp:
     Args:
         index: of the CompNode.
         model: name of the model.
+        section: of the model, which it runs.
         loaded: its weights, where they are in this process already.
         timeout: see ``Mailbox``.
         endpoint: where it listens.
@@ -172,9 +174,10 @@ class RemoteComp:
         timeout: float | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        section: Section = WHOLE,
         loaded: nn.Module | None = None,
     ) -> None:
-        loaded = loaded or load_cascade_model(model, dtype=dtype, device=device)
+        loaded = loaded or load_cascade_model(model, dtype=dtype, device=device, section=section)
         self.index, self.settings = index, settings
         self.host = CompHost(loaded, index, wire=settings.wire)
         self.facts = ModelFacts.of(model, loaded)
@@ -306,7 +309,7 @@ class RemoteAttn:
         return reply
 
 
-class WireCascade(Cascade):
+class WireCascade(NodeCascade):
     """All nodes in one process, with TCP between them, to count bytes and to test without Ray.
 
     Args:

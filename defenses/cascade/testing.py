@@ -12,7 +12,7 @@ from torch import Tensor
 from hiddenlab.defenses.cascade.backend import Cascade, ModelFacts
 from hiddenlab.defenses.cascade.node_state import NodeError
 from hiddenlab.defenses.cascade.node_views import Seen
-from hiddenlab.defenses.cascade.passes import Batch, Pass
+from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.service import Service
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import VOCABULARY, byte_tokenizer
@@ -67,15 +67,6 @@ class Scripted(Cascade):
     def recover(self, error: NodeError) -> bool:
         self.recovered += 1
         return False
-
-    def _run(self, batch: Batch, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        raise NotImplementedError
-
-    def _abort(self, batch: str) -> None:
-        raise NotImplementedError
-
-    def _forget(self, request: str) -> None:
-        raise NotImplementedError
 
     def close(self, request: str) -> None:
         self.closed.append(request)

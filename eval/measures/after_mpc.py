@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hiddenlab.config import AttackConfig
-from hiddenlab.defenses.cascade.after_mpc import forward_after, without_first
+from hiddenlab.defenses.cascade.after_mpc import forward_after
+from hiddenlab.defenses.cascade.hardening import Section
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.protocols.decoder import Weights
@@ -45,7 +46,7 @@ def after_mpc(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     weights, prompts = model_and_prompts(spec)
     first = _OnShares(weights, spec)
     cascade = LocalCascade(
-        without_first(load_cascade_model(spec["model"]), spec["layers"]), name=spec["model"]
+        load_cascade_model(spec["model"], section=Section(spec["layers"])), name=spec["model"]
     )
     rows = []
     for i, tokens in enumerate(prompts):

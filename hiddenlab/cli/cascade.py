@@ -29,6 +29,14 @@ SplitOpt = Annotated[int, Option("--m", metavar="N", help="Query and key shards 
 ShardsOpt = Annotated[
     str | None, Option("--shards", metavar="0,1,4;2,3,5", help="Positions by hand, counted from 0.")
 ]
+HardenOpt = Annotated[
+    str | None,
+    Option(
+        "--harden",
+        metavar="SPEC",
+        help="What the client does beside the plan, such as client:first=6,last=1 (layers that it computes itself).",
+    ),
+]
 SymmetricOpt = Annotated[bool, Option("--symmetric", help="AttnNodes (j, k) and (k, j) are one node.")]
 
 
@@ -41,6 +49,7 @@ def plan(
     m: SplitOpt = 1,
     shards: ShardsOpt = None,
     symmetric: SymmetricOpt = False,
+    harden: HardenOpt = None,
     rho: Annotated[
         int, Option("--rho", metavar="N", help="Vocab-matching threshold: unknown tokens in a row, plus 1.")
     ] = 3,
@@ -71,7 +80,7 @@ def plan(
         result: dict[str, Any] = registry.resolve("cascade", "plan")(
             tokens=tokens, alpha=alpha, c=c, delta=delta, m=m, shards=shards, symmetric=symmetric, rho=rho,
             model=model or "builtin", element_bytes=element_bytes, bandwidth=bandwidth * 1e9 / 8,
-            latency=latency / 1e3, client=client, most_bytes=most_bytes, most_seconds=most_seconds,
+            latency=latency / 1e3, client=client, most_bytes=most_bytes, most_seconds=most_seconds, harden=harden,
         )  # fmt: skip
     if json:
         print_json(result)
@@ -139,6 +148,7 @@ def run(
     m: SplitOpt = 1,
     shards: ShardsOpt = None,
     symmetric: SymmetricOpt = False,
+    harden: HardenOpt = None,
     compress: CompressOpt = False,
     wire: WireOpt = None,
     model: o.ModelOpt = None,
@@ -193,6 +203,7 @@ def run(
             address=address, folder=folder, tls=tls, transport=transport, timeout=timeout, restarts=restarts,
             threads=threads, cpus=cpus, gpus=gpus,
             bandwidth=None if bandwidth is None else bandwidth * 1e9 / 8, latency=latency / 1e3, strategy=placement,
+            harden=harden,
         )  # fmt: skip
         result: dict[str, Any] = registry.resolve("cascade", "run")(
             prompt=text, backend=nodes, alpha=alpha, c=c, delta=delta, m=m, shards=shards, symmetric=symmetric,
@@ -213,6 +224,7 @@ def serve(
     c: ClusterOpt = 1,
     m: SplitOpt = 1,
     symmetric: Annotated[bool, Option("--symmetric/--full", help="β(β + 1)/2 AttnNodes, or all β².")] = True,
+    harden: HardenOpt = None,
     compress: CompressOpt = True,
     wire: WireOpt = None,
     model: o.ModelOpt = None,
@@ -274,7 +286,7 @@ def serve(
     nodes = registry.resolve("cascade", "backend")(
         kind="ray", model=model or "builtin", dtype=dtype, device=device, compress=compress, wire=wire,
         address=address, folder=folder, tls=tls, transport=transport, timeout=timeout, restarts=restarts,
-        threads=threads, cpus=cpus, gpus=gpus, strategy=placement,
+        threads=threads, cpus=cpus, gpus=gpus, strategy=placement, harden=harden,
     )  # fmt: skip
     screen = stdout()
     stderr().print("starting Ray and the nodes; this takes from half a minute to some minutes")

@@ -10,6 +10,7 @@ from hiddenlab.text import count_of
 
 MOST_LINES = 6  # of a table with a line for each node
 DID = {
+    "client": {"node": "client", "compute": "computing, s"},
     "CompNode": {
         "node": "node", "compute": "computing, s", "send": "sending, s", "wait": "waiting, s", "merge": "merging, s",
     },
@@ -47,6 +48,7 @@ def show_plan(result: Mapping[str, Any], link: str) -> None:
         f"AttnNodes: {settings['attn_nodes']} (β = {settings['beta']}), each with at most "
         f"{count_of(attn['most_tokens'], 'token')}, smallest gap {cell(attn['smallest_gap'])}; at most "
         f"{attn['most_by_row_matching_alone']} by row matching alone",
+        *_kept(settings["harden"], cost),
         f"on the wire, {settings['model']}, {count_of(cost['layers'], 'layer')}: {cost['bytes_paper'] / 1e6:.1f} MB "
         f"with row maximum and sum, {cost['bytes_logsumexp'] / 1e6:.1f} MB with one logsumexp; "
         f"{count_of(cost['messages_per_layer'], 'message')} a layer",
@@ -61,6 +63,15 @@ def show_plan(result: Mapping[str, Any], link: str) -> None:
         lines.append(f"not secure by Theorem 7.3: {violations[0]}{more}")
     for line in [*lines, *best_lines(result)]:
         screen.print(line)
+
+
+def _kept(harden: str | None, cost: Mapping[str, Any]) -> list[str]:
+    """Return what the client computes under a hardening."""
+    if harden is None:
+        return []
+    share = cost["client_layers"] / (cost["client_layers"] + cost["layers"])
+    layers = count_of(cost["client_layers"], "layer")
+    return [f"{harden}: the client computes the embedding, {layers} ({share:.0%}) and the head"]
 
 
 def best_lines(result: Mapping[str, Any]) -> list[str]:
@@ -110,7 +121,10 @@ def show_run(result: Mapping[str, Any], backend: str, record: str | None) -> Non
         f"{count_of(len(seen), 'file')} in {record}: one for each node, and the prompt in truth.json"
     )
     if result["worst"] is not None:
-        screen.print(f"\n{result['worst']['sentence']}. Read what it saw:")
+        screen.print(
+            f"\n{result['worst']['sentence']}." + " Read what it saw:" * (result["attack"] is not None)
+        )
+    if result["attack"] is not None:
         screen.print(result["attack"], soft_wrap=True)
 
 

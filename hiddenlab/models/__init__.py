@@ -18,7 +18,7 @@ from hiddenlab.models.attention import (
     unchanged_rotary,
     use_attention,
 )
-from hiddenlab.models.checkpoint import decoder_layers, first_layers
+from hiddenlab.models.checkpoint import decoder_layers, some_layers
 from hiddenlab.models.choice import ENGINES, choose_engine
 from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError
 from hiddenlab.models.hooks import beginning_behind, capturing, holding
@@ -389,7 +389,7 @@ class TruncatedModel:
             dtype = str(self.dtype).removeprefix("torch.")
             return self.sibling(layer, stream=self.site.stream, dtype=dtype, quantization=self.quantization)
         return TruncatedModel(
-            first_layers(self.module, layer), ref=self.ref, site=Site(layer, self.site.stream),
+            some_layers(self.module, 0, layer), ref=self.ref, site=Site(layer, self.site.stream),
             tokenizer=self.tokenizer, engine=self.engine, difference=self.difference, embeddings=self.embeddings,
             load_sibling=self._load_sibling,
         )  # fmt: skip

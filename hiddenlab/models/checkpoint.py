@@ -28,7 +28,7 @@ ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 PACKED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_blocks")
 LFS_POINTER = b"version https://git-lfs"
-LAYERS = "first_layers"  # attribute of a model that has only its first layers: the name of their list
+LAYERS = "some_layers"  # attribute of a model that has only some of its layers: the name of their list
 NAMED = 3  # tensors that an error names
 
 
@@ -374,20 +374,26 @@ def with_layers(architecture: type, first: int, end: int | None) -> type:
     )
 
 
-def first_layers(model: nn.Module, count: int) -> nn.Module:
-    """Return a model of the first layers alone, which shares all weights with the given one."""
+def some_layers(model: nn.Module, first: int, end: int | None) -> nn.Module:
+    """Return a model with some of the layers, which shares all weights with the given one.
+
+    As in ``with_layers``, layers before the first are left out in their place, and those behind are gone.
+    """
     name = _layers_name(model)
     assert name is not None
     layers: Any = model.get_submodule(name)
-    return _replaced(model, name.split("."), nn.ModuleList(layers[:count]))
+    kept = [LeftOut(layer) if i < first else layer for i, layer in enumerate(layers[:end])]
+    part = replaced(model, name.split("."), nn.ModuleList(kept))
+    setattr(part, LAYERS, name)
+    return part
 
 
-def _replaced(module: nn.Module, path: Sequence[str], part: nn.Module) -> nn.Module:
+def replaced(module: nn.Module, path: Sequence[str], part: nn.Module) -> nn.Module:
     """Return a copy of a module with another part at a path; all other parts are shared."""
     first, *rest = path
     copied = copy(module)
     children = module._modules
-    inner = part if not rest else _replaced(cast(nn.Module, children[first]), rest, part)
+    inner = part if not rest else replaced(cast(nn.Module, children[first]), rest, part)
     copied._modules = {**children, first: inner}
     return copied
 

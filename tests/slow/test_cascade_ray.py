@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from hiddenlab.defenses.cascade import cluster
 from hiddenlab.defenses.cascade.backend import Cascade, Settings
 from hiddenlab.defenses.cascade.cluster import RayCascade
+from hiddenlab.defenses.cascade.command import Backend
 from hiddenlab.defenses.cascade.generate import Cancellation, generate
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
@@ -296,6 +297,18 @@ def test_objects_carry_the_same(cascade: RayCascade, local: LocalCascade, path: 
         assert objects.restarts.left == 0
     assert ray.is_initialized()
     assert answer(cascade, 4) == answer(local, 4)
+
+
+def test_a_hardened_cluster_gives_the_same(local: LocalCascade, path: str) -> None:
+    nodes = Backend(
+        kind="ray", model=path, harden="client:first=1,last=1", cpus=0.1, loopback=True, timeout=TIMEOUT
+    )
+    with nodes.start(2, 1, True) as hardened:
+        tokens, made = prompt(9), Plan.clustered(9, 1, alpha=2, symmetric=True)
+        assert torch.allclose(hardened.forward(tokens, made), local.forward(tokens, made), atol=1e-4)
+        found, expected = (list(generate(c, tokens, made, new_tokens=4)) for c in (hardened, local))
+        assert found == expected
+        assert set(hardened.healthy().values()) == {"ok"}
 
 
 @pytest.mark.parametrize(

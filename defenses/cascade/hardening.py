@@ -1,0 +1,81 @@
+"""Harden a Cascade plan: what sharding alone does not hide, the client computes himself.
+
+A hardening is a spec, such as ``client:first=6,last=1``. It is an option of the plan, and every backend has it.
+"""
+
+from dataclasses import dataclass
+
+from hiddenlab import registry
+from hiddenlab.errors import InputError
+
+
+@dataclass(frozen=True)
+class Section:
+    """The layers of a model that one party runs.
+
+    Attributes:
+        first: layers before them, which others run. end: the layer behind the last of them; None is all, with the final
+            norm and the head. A section that ends before gives the states after its last layer.
+    """
+
+    first: int = 0
+    end: int | None = None
+
+
+WHOLE = Section()
+
+
+@dataclass(frozen=True)
+class ClientLayers:
+    """Let the client compute the embedding and the first layers, and the last layers with the head.
+
+    Args:
+        first: layers of the client before the nodes'. last: layers of the client behind the nodes'.
+
+    Raises:
+        InputError: a number below 1. Without first layers nodes get tokens; without last ones they read the answer.
+    """
+
+    first: int
+    last: int = 1
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or self.last < 1:
+            raise InputError(
+                "the client needs at least 1 first and 1 last layer: without, nodes get tokens or read the answer"
+            )
+
+    @property
+    def layers(self) -> int:
+        """The number of layers that the client computes."""
+        return self.first + self.last
+
+    def sections(self, layers: int) -> tuple[Section, Section, Section]:
+        """Return the client's first layers, the nodes' layers, and the client's last layers.
+
+        Args:
+            layers: of the whole model.
+
+        Raises:
+            InputError: no layer remains for the nodes.
+        """
+        if self.first + self.last >= layers:
+            raise InputError(
+                f"the model has {layers} layers; {self.first} first and {self.last} last ones leave none to the nodes"
+            )
+        end = layers - self.last
+        return Section(0, self.first), Section(self.first, end), Section(end)
+
+
+def parse_hardening(spec: str | None) -> ClientLayers | None:
+    """Build a hardening from its spec; None where there is none.
+
+    Raises:
+        UnknownNameError: unknown hardening. InputError: unknown, missing or malformed parameter.
+    """
+    return None if spec is None else registry.build("hardenings", spec)  # type: ignore[no-any-return]
+
+
+def first_layer(hardening: ClientLayers | None) -> int:
+    """Return how many layers there are before the nodes' first one."""
+    return 0 if hardening is None else hardening.first

@@ -1,0 +1,155 @@
+"""A hardened Cascade gives what the plain model gives, and its nodes get nothing of the client's layers."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hiddenlab.defenses.cascade.backend import Cascade
+from hiddenlab.defenses.cascade.command import Backend, run
+from hiddenlab.defenses.cascade.exposure import NOT_MEASURED, NOT_PRIVATE
+from hiddenlab.defenses.cascade.generate import generate
+from hiddenlab.defenses.cascade.hardening import ClientLayers, parse_hardening
+from hiddenlab.defenses.cascade.load import load_cascade_model, plain_outputs
+from hiddenlab.defenses.cascade.planning import plan
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.observation import load_observations
+from hiddenlab.sharding import Plan
+from hiddenlab.testing import DECODERS, VOCABULARY, byte_tokenizer
+from hiddenlab.types import Site
+
+TinyPath = Callable[..., str]
+ENDS = "client:first=1,last=1"
+
+
+def start(path: str, kind: str = "local", alpha: int = 2, **options: object) -> Cascade:
+    return Backend(kind=kind, model=path, harden=ENDS, **options).start(alpha, 1, True)  # type: ignore[arg-type]
+
+
+def prompt(n: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def plain(path: str, tokens: Tensor) -> Tensor:
+    return plain_outputs(load_cascade_model(path, attention="eager"), tokens)
+
+
+@pytest.mark.parametrize("architecture", sorted({*DECODERS} - {"gpt2"}))
+def test_every_architecture_gives_the_plain_models_logits_and_tokens(
+    tiny: TinyPath, architecture: str
+) -> None:
+    path, tokens = tiny(architecture), prompt(11)
+    with start(path) as cascade:
+        found = cascade.forward(tokens, Plan.clustered(11, 2, alpha=2))
+        assert torch.allclose(found, plain(path, tokens), atol=1e-4)
+        answer = list(generate(cascade, tokens, Plan.clustered(11, 2, alpha=2), new_tokens=5))
+    whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    whole.generation_config.eos_token_id = None
+    expected = whole.generate(tokens[None], max_new_tokens=5, do_sample=False)
+    assert answer == expected[0, 11:].tolist()
+
+
+def test_a_model_that_adds_positions_to_its_inputs_is_refused(tiny: TinyPath) -> None:
+    with pytest.raises(InputError, match="cannot be shared between client and nodes"):
+        start(tiny("gpt2"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    n=st.integers(1, 17), alpha=st.integers(1, 4), c=st.integers(1, 3), m=st.integers(1, 2), first=st.integers(1, 2),
+    symmetric=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_every_plan_gives_the_plain_models_logits(
+    tiny: TinyPath, n: int, alpha: int, c: int, m: int, first: int, symmetric: bool, data: st.DataObject
+) -> None:
+    path, tokens = tiny("gemma2"), prompt(n, seed=data.draw(st.integers(0, 9)))
+    made = Plan.clustered(n, c, alpha=alpha, m=m, symmetric=symmetric)
+    cascade = Backend(model=path, harden=f"client:first={first},last=1").start(alpha, m, symmetric)
+    assert torch.allclose(cascade.forward(tokens, made), plain(path, tokens), atol=1e-4)
+
+
+def test_the_wire_and_requests_at_once_give_the_same(tiny: TinyPath) -> None:
+    path = tiny("llama")
+    prompts = [prompt(n, seed=n) for n in (4, 9, 13)]
+
+    def answer(cascade: Cascade, tokens: Tensor) -> list[int]:
+        made = Plan.clustered(len(tokens), 2, alpha=2, symmetric=True)
+        return list(generate(cascade, tokens, made, new_tokens=4))
+
+    with start(path) as local, start(path, "wire") as wire, ThreadPoolExecutor(3) as pool:
+        alone = [answer(local, tokens) for tokens in prompts]
+        assert list(pool.map(lambda tokens: answer(wire, tokens), prompts)) == alone
+        assert wire.counters()["client"]["compute"] > 0
+        assert wire.healthy() == local.healthy()
+
+
+def test_padding_is_hidden_from_the_clients_layers_too(tiny: TinyPath) -> None:
+    path, tokens = tiny("llama"), prompt(9)
+    mask = torch.ones(9, dtype=torch.bool)
+    mask[4:6] = False
+    made = Plan.clustered(9, 2, alpha=2)
+    with start(path) as hardened:
+        unhardened = Backend(model=path).start(2, 1, False)
+        expected = unhardened.forward(tokens, made, mask=mask)
+        found = hardened.forward(tokens, made, mask=mask)
+    assert torch.allclose(found[mask], expected[mask], atol=1e-4)
+
+
+def test_nodes_see_no_token_and_no_layer_of_the_client(tiny: TinyPath, tmp_path: Path) -> None:
+    path = tiny("llama", tokenizer=True)
+    folder = f"{tmp_path}/seen"
+    result = run("what nodes see of this", Backend(model=path, harden=ENDS), alpha=2, c=2, record=folder)
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        tokens = torch.tensor([byte_tokenizer()("what nodes see of this")["input_ids"]])
+        states = whole(tokens, output_hidden_states=True).hidden_states
+    seen = load_observations(f"{folder}/CompNode-0.safetensors")
+    sites = {o.info.site for o in seen}
+    assert sites == {Site(1, "resid"), *(Site(layer, s) for layer in (2, 3) for s in ("resid", "attn"))}
+    own = next(o for o in seen if o.info.site == Site(1, "resid"))
+    assert own.info.positions is not None
+    assert torch.allclose(own.states, states[1][0, list(own.info.positions)], atol=1e-4)
+    layers = {o.info.site.layer for o in load_observations(f"{folder}/AttnNode-0-1.safetensors")}
+    assert layers == {2, 3}
+    # One AttnNode is sent queries and keys of all tokens: all rows of a layer, in order.
+    assert result["worst"]["status"] == NOT_PRIVATE and "--layer 2 --stream v" in result["attack"]
+    away = run("what nodes see of this", Backend(model=path, harden=ENDS), alpha=3, c=2, record=f"{folder}-3")
+    assert away["worst"]["status"] == NOT_MEASURED and away["attack"] is None
+
+
+def test_the_plan_counts_the_nodes_layers_and_claims_nothing_unmeasured(tiny: TinyPath) -> None:
+    path = tiny("llama")
+    without, hardened = (plan(24, alpha=3, c=2, model=path, harden=spec) for spec in (None, ENDS))
+    assert hardened["cost"]["bytes_paper"] * 4 == without["cost"]["bytes_paper"] * 2
+    assert hardened["cost"]["client_layers"] == 2 and without["cost"]["client_layers"] == 0
+    assert {one["status"] for one in hardened["verdicts"]} == {NOT_MEASURED}
+    assert all(one["others"] == 0 for one in hardened["verdicts"]) and hardened["evidence"] == []
+    for old, new in zip(without["verdicts"], hardened["verdicts"], strict=True):
+        assert old["others"] + old["not_measured"] == new["not_measured"] and old["own"] == new["own"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("client", "needs first"),
+        ("client:first=0", "at least 1 first"),
+        ("client:first=2,last=0", "at least 1 first and 1 last"),
+        ("clent:first=1", "did you mean client"),
+        ("client:first=one", "cannot use first='one'"),
+    ],
+)
+def test_a_wrong_hardening_names_the_way_out(spec: str, says: str) -> None:
+    with pytest.raises(HiddenlabError, match=says):
+        parse_hardening(spec)
+
+
+def test_some_layer_must_remain_for_the_nodes() -> None:
+    with pytest.raises(InputError, match="leave none to the nodes"):
+        ClientLayers(3, 1).sections(4)
+    assert [(s.first, s.end) for s in ClientLayers(2, 1).sections(4)] == [(0, 2), (2, 3), (3, None)]
