@@ -15,7 +15,7 @@ from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.command import Backend, run
 from hiddenlab.defenses.cascade.exposure import NOT_MEASURED, NOT_PRIVATE
 from hiddenlab.defenses.cascade.generate import generate
-from hiddenlab.defenses.cascade.hardening import ClientLayers, parse_hardening
+from hiddenlab.defenses.cascade.hardening import ClientLayers, Hardening
 from hiddenlab.defenses.cascade.load import load_cascade_model, plain_outputs
 from hiddenlab.defenses.cascade.planning import plan
 from hiddenlab.errors import HiddenlabError, InputError
@@ -141,12 +141,13 @@ def test_the_plan_counts_the_nodes_layers_and_claims_nothing_unmeasured(tiny: Ti
         ("client:first=0", "at least 1 first"),
         ("client:first=2,last=0", "at least 1 first and 1 last"),
         ("clent:first=1", "did you mean client"),
+        ("client:first=2|client:first=3", "names client twice"),
         ("client:first=one", "cannot use first='one'"),
     ],
 )
 def test_a_wrong_hardening_names_the_way_out(spec: str, says: str) -> None:
     with pytest.raises(HiddenlabError, match=says):
-        parse_hardening(spec)
+        Hardening.parse(spec)
 
 
 def test_some_layer_must_remain_for_the_nodes() -> None:

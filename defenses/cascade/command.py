@@ -23,7 +23,7 @@ from hiddenlab.defenses.cascade.exposure import (
     attack_on,
     verdicts,
 )
-from hiddenlab.defenses.cascade.hardening import WHOLE, ClientLayers, Section, first_layer, parse_hardening
+from hiddenlab.defenses.cascade.hardening import WHOLE, Hardening, Section
 from hiddenlab.defenses.cascade.planning import make_plan
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
@@ -73,6 +73,15 @@ class Backend:
     concurrent: int = 16
     harden: str | None = None
 
+    @property
+    def hardening(self) -> Hardening:
+        """The hardening of the plan.
+
+        Raises:
+            UnknownNameError, InputError: see ``Hardening.parse``.
+        """
+        return Hardening.parse(self.harden)
+
     def link(self) -> Link | None:
         """Return the simulated network, or None."""
         return None if self.bandwidth is None else Link(self.bandwidth, self.latency)
@@ -99,18 +108,18 @@ class Backend:
         from hiddenlab.defenses.cascade.local import LocalCascade
         from hiddenlab.models.load import load_config, parse_dtype, resolve_model
 
-        hardening = parse_hardening(self.harden)
-        if hardening is None:
+        client = self.hardening.client
+        if client is None:
             return self._nodes(WHOLE, alpha, m, symmetric, progress)
         config = load_config(resolve_model(self.model))
-        first, middle, last = hardening.sections(int(config.num_hidden_layers))
+        first, middle, last = client.sections(int(config.num_hidden_layers))
         check_sections(self.model, config)
         dtype = parse_dtype(self.dtype)
-        client = [
+        own = [
             LocalCascade(load_cascade_model(self.model, dtype=dtype, section=section), name=self.model)
             for section in (first, last)
         ]
-        return BetweenClientLayers(client[0], self._nodes(middle, alpha, m, symmetric, progress), client[1])
+        return BetweenClientLayers(own[0], self._nodes(middle, alpha, m, symmetric, progress), own[1])
 
     def _nodes(self, section: Section, alpha: int, m: int, symmetric: bool, progress: Progress) -> "Cascade":
         """Start nodes that run a section of the model."""
@@ -294,7 +303,7 @@ def run(
                 tokens=[*ids.tolist(), *answer], progress=progress,
             )  # fmt: skip
             grown = made.grown(len(ids) + max(0, len(answer) - 1))  # no node computes on the last token
-            result |= _worst(grown, Path(record), parse_hardening(backend.harden))
+            result |= _worst(grown, Path(record), backend.hardening)
         head = cascade.facts.head
     if compare:
         result |= _compared(backend, ids, head, result, repeats, new_tokens, sorted(defaults.stop))
@@ -314,9 +323,7 @@ def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progres
         yield
         return
     shape = Shape.of(load_config(resolve_model(backend.model)), element_bytes=1)
-    hardening = parse_hardening(backend.harden)
-    layers = shape.layers - (0 if hardening is None else hardening.layers)
-    total = layers * sum(sent(made, shape)[0].values())
+    total = backend.hardening.node_layers(shape.layers) * sum(sent(made, shape)[0].values())
     what, done = "nodes compute and record, numbers exchanged", threading.Event()
 
     def watch() -> None:
@@ -335,14 +342,14 @@ def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progres
         thread.join()
 
 
-def _worst(made: Plan, folder: Path, hardening: ClientLayers | None) -> dict[str, Any]:
+def _worst(made: Plan, folder: Path, hardening: Hardening) -> dict[str, Any]:
     """Return the verdict on the node that reads most, and the command that attacks what it saw."""
-    first = first_layer(hardening)
+    first = hardening.first_layer
     found = [one for one in verdicts(made, first_layer=first) if one.own]
     worst = max(found, key=lambda one: (one.status == NOT_PRIVATE, one.read), default=None)
     if worst is None:
         return {"worst": None, "attack": None}
-    if hardening is not None and worst.status != NOT_PRIVATE:  # no attack on such a run was measured
+    if first and worst.status != NOT_PRIVATE:  # no attack on such a run was measured
         return {"worst": worst.to_json(), "attack": None}
     from hiddenlab.defenses.cascade.node_views import file_name
 

@@ -45,11 +45,6 @@ class ClientLayers:
                 "the client needs at least 1 first and 1 last layer: without, nodes get tokens or read the answer"
             )
 
-    @property
-    def layers(self) -> int:
-        """The number of layers that the client computes."""
-        return self.first + self.last
-
     def sections(self, layers: int) -> tuple[Section, Section, Section]:
         """Return the client's first layers, the nodes' layers, and the client's last layers.
 
@@ -67,15 +62,47 @@ class ClientLayers:
         return Section(0, self.first), Section(self.first, end), Section(end)
 
 
-def parse_hardening(spec: str | None) -> ClientLayers | None:
-    """Build a hardening from its spec; None where there is none.
+@dataclass(frozen=True)
+class Hardening:
+    """All that hardens one plan; by default nothing.
 
-    Raises:
-        UnknownNameError: unknown hardening. InputError: unknown, missing or malformed parameter.
+    Attributes:
+        client: the layers that the client computes.
     """
-    return None if spec is None else registry.build("hardenings", spec)  # type: ignore[no-any-return]
 
+    client: ClientLayers | None = None
 
-def first_layer(hardening: ClientLayers | None) -> int:
-    """Return how many layers there are before the nodes' first one."""
-    return 0 if hardening is None else hardening.first
+    @classmethod
+    def parse(cls, spec: str | None) -> "Hardening":
+        """Build a hardening from its spec: parts that are joined by ``|``; None is none.
+
+        Raises:
+            UnknownNameError: unknown part. InputError: unknown, missing or malformed parameter, or a part twice.
+        """
+        parts: dict[str, ClientLayers] = {}
+        for text in [] if spec is None else spec.split("|"):
+            name, _ = registry.parse_spec(text)
+            if name in parts:
+                raise InputError(f"--harden {spec!r} names {name} twice")
+            parts[name] = registry.build("hardenings", text)
+        return cls(**parts)
+
+    @property
+    def client_layers(self) -> int:
+        """The number of layers that the client computes."""
+        return 0 if self.client is None else self.client.first + self.client.last
+
+    @property
+    def first_layer(self) -> int:
+        """The number of layers before the nodes' first one."""
+        return 0 if self.client is None else self.client.first
+
+    def node_layers(self, layers: int) -> int:
+        """Return how many of a model's layers the nodes compute.
+
+        Raises:
+            InputError: none.
+        """
+        if self.client is not None:
+            self.client.sections(layers)
+        return layers - self.client_layers

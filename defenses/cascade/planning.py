@@ -13,7 +13,7 @@ from hiddenlab.defenses.cascade.cost import (
     rounds,
 )
 from hiddenlab.defenses.cascade.exposure import evidence_lines, gaps_read, summary, sums_read, verdicts
-from hiddenlab.defenses.cascade.hardening import first_layer, parse_hardening
+from hiddenlab.defenses.cascade.hardening import Hardening
 from hiddenlab.defenses.cascade.plan_search import best_plan, described, mean_shares
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan, gaps, recoverable, smallest_gap
@@ -69,14 +69,15 @@ def plan(
     link = Link(bandwidth, latency)
     made = make_plan(tokens, alpha, c, delta, m, shards, symmetric)
     whole = Shape.of(load_config(resolve_model(model)), element_bytes)
-    hardening = parse_hardening(harden)
-    kept = 0 if hardening is None else hardening.layers
-    if hardening is not None:
-        hardening.sections(whole.layers)
-    shape = replace(whole, layers=whole.layers - kept)
+    hardening = Hardening.parse(harden)
+    shape = replace(whole, layers=hardening.node_layers(whole.layers))
     held = [made.held_by(node) for node in made.attn_nodes]
     closest = [gap for gap in map(smallest_gap, held) if gap is not None]
-    cost: dict[str, Any] = {"layers": shape.layers, "client_layers": kept, "messages_per_layer": rounds(made)}
+    cost: dict[str, Any] = {
+        "layers": shape.layers,
+        "client_layers": hardening.client_layers,
+        "messages_per_layer": rounds(made),
+    }
     for mode in STATISTICS:
         cost[f"bytes_per_layer_{mode}"] = layer_bytes(made, shape, mode)
         cost[f"bytes_{mode}"] = shape.layers * layer_bytes(made, shape, mode)
@@ -87,7 +88,7 @@ def plan(
     cost["seconds_per_layer"] = layer_seconds(made, shape, link)
     cost["seconds"] = shape.layers * layer_seconds(made, shape, link)
     owner = {position: i for i, shard in enumerate(made.shards) for position in shard}
-    found = verdicts(made, _client_nodes(client), first_layer(hardening))
+    found = verdicts(made, _client_nodes(client), hardening.first_layer)
     bound = float(cost["bytes_paper"]) if most_bytes is None and most_seconds is None else most_bytes
     shares = mean_shares(made)
     best, compared = best_plan(tokens, shape, link, bound, most_seconds)
@@ -123,8 +124,12 @@ def plan(
                 "smallest_gap": smallest_gap(shard),
                 "by_row_matching_alone": recoverable(shard, rho),
                 # Both were measured of nodes that begin with layer 0.
-                "by_missing_tokens": len(shard) + len(gaps_read(shard)) if hardening is None else None,
-                "by_partial_sums": len(shard) + len(sums_read(made, i)) if hardening is None else None,
+                "by_missing_tokens": len(shard) + len(gaps_read(shard))
+                if not hardening.first_layer
+                else None,
+                "by_partial_sums": len(shard) + len(sums_read(made, i))
+                if not hardening.first_layer
+                else None,
             }
             for i, shard in enumerate(made.shards)
         ],
