@@ -5,11 +5,12 @@ from typing import Any
 from hiddenlab.attacks.vocab_match import SETUPS
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
+from hiddenlab.registry import parse_spec
 
 LAYERS = (1, 6)
 NOTHING = "nothing"
 MATCHING, BEAM = "vocab-match", "beam-decoding"
-FOUND = {"token_accuracy": "token accuracy", "exact": "exact prompts"}
+FOUND = {"token_accuracy": "token accuracy", "rouge_l": "ROUGE-L", "exact": "exact prompts"}
 COST = {"evaluated_tokens_per_token": "evaluated tokens per token", "seconds_per_prompt": "seconds a prompt"}
 # How each attack is asked to do without a part.
 WITHOUT = {
@@ -31,23 +32,42 @@ WITHOUT = {
 _SHUFFLED = ("probe", "language model", "opener", "learning from failures", "screening")
 _READ = ("probe", "language model", "trace 1", "trace 2")
 _DISTANCES = ("log distance", "whitened distance", "distance over expected", "all distances")
+# Of beam decoding where rows are shuffled.
 _ORDER = ("place", "pairwise order", "lookahead", "local search")
-# Channels, the attack that is for them, and its parts that bear on them.
+# Channels (of any strength of noise), the attack that is for them, and its parts that bear on them.
 MADE_FOR: dict[str, tuple[str, tuple[str, ...]]] = {
     "identity": (MATCHING, ("probe", "language model", "rows read", "learning from failures")),
     "seq-perm": (MATCHING, _SHUFFLED),
     # The table of first tokens is made where coordinates are permuted.
     "hidden-perm": (MATCHING, (*_SHUFFLED, "first tokens")),
     "2d-perm": (MATCHING, (*_SHUFFLED, "first tokens")),
-    "gaussian:sigma=0.1": (BEAM, (*_READ, *_DISTANCES, "beam", "refinement")),
-    "gaussian:sigma=0.1|seq-perm": (BEAM, (*_READ, *_DISTANCES, *_ORDER, "beam", "refinement")),
-    "gaussian:sigma=0.01|hidden-perm": (BEAM, ("probe", "language model", *_DISTANCES, "beam", "widening")),
+    "gaussian": (BEAM, (*_READ, *_DISTANCES, "beam", "refinement")),
+    "gaussian|seq-perm": (BEAM, (*_READ, *_DISTANCES, *_ORDER, "beam", "refinement")),
+    "gaussian|hidden-perm": (BEAM, ("probe", "language model", *_DISTANCES, "beam", "widening")),
     "random-prefix": (BEAM, (*_READ, "solving for the prefix")),
+    "random-prefix|seq-perm": (BEAM, (*_READ, *_ORDER, "solving for the prefix")),
 }
+# Noise under which the whole attack reads much, but not all: there a part can show what it brings.
+CHANNELS = (
+    "identity,seq-perm,hidden-perm,2d-perm,gaussian:sigma=0.2,gaussian:sigma=0.01|seq-perm,"
+    "gaussian:sigma=0.01|hidden-perm,random-prefix,random-prefix|seq-perm"
+)
+
+
+def _made_for(channel: str) -> tuple[str, tuple[str, ...]]:
+    """Return the attack that is for a channel, and its parts.
+
+    Raises:
+        InputError: no ablation is known for it.
+    """
+    family = "|".join(parse_spec(stage)[0] for stage in channel.split("|"))
+    if family not in MADE_FOR:
+        raise InputError(f"no ablation is known for {channel!r}; these have one: {', '.join(MADE_FOR)}")
+    return MADE_FOR[family]
 
 
 def ablation(
-    setting: Setting, channels: str = ",".join(MADE_FOR), parts: str | None = None, setup: str = "full"
+    setting: Setting, channels: str = CHANNELS, parts: str | None = None, setup: str = "full"
 ) -> Experiment:
     """Measure what each part of vocabulary matching and beam decoding brings: leave out one at a time.
 
@@ -59,9 +79,7 @@ def ablation(
     Raises:
         InputError: no ablation is known for a defense, or no part or setup has such a name.
     """
-    behind = split_specs(channels)
-    if unknown := [channel for channel in behind if channel not in MADE_FOR]:
-        raise InputError(f"no ablation is known for {unknown[0]!r}; these have one: {', '.join(MADE_FOR)}")
+    behind = {channel: _made_for(channel) for channel in split_specs(channels)}
     known = {part for _, names in MADE_FOR.values() for part in names}
     asked = known if parts is None else {part.strip() for part in parts.split(",")}
     if wrong := sorted(asked - known):
@@ -69,8 +87,7 @@ def ablation(
     if setup not in SETUPS:
         raise InputError(f"unknown setup {setup!r}; known are {', '.join(SETUPS)}")
     cells: list[Cell] = []
-    for channel in behind:
-        attack, names = MADE_FOR[channel]
+    for channel, (attack, names) in behind.items():
         for layer in setting.at(LAYERS):
             for part in (NOTHING, *(name for name in names if name in asked)):
                 keys = {"defense": channel, "layer": layer, "attack": attack, "left out": part}
@@ -83,7 +100,7 @@ def ablation(
         "What each part of an attack brings",
         cells,
         # Pictures show the first. Vocabulary matching finds every prompt without any one part, at another cost.
-        COST | FOUND if {MADE_FOR[channel][0] for channel in behind} == {MATCHING} else FOUND | COST,
+        COST | FOUND if {attack for attack, _ in behind.values()} == {MATCHING} else FOUND | COST,
         [
             "A row leaves out one part of an attack. The same prompts are attacked in every row of a defense, and no "
             "budget ends a search of vocab-match.",
