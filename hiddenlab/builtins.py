@@ -30,7 +30,10 @@ BUILTINS: dict[str, dict[str, str]] = {
         "toploc": "hiddenlab.defenses.fingerprints:Toploc",
         "logprobs": "hiddenlab.defenses.fingerprints:Logprobs",
     },
-    "hardenings": {"client": "hiddenlab.defenses.cascade.hardening:ClientLayers"},
+    "hardenings": {
+        "client": "hiddenlab.defenses.cascade.hardening:ClientLayers",
+        "secret-maps": "hiddenlab.defenses.cascade.hardening:SecretCoordinates",
+    },
     "metrics": {"text": "hiddenlab.eval.measures.metrics:score_text"},
     "experiments": {
         "table-1": "hiddenlab.eval.tables.attack:table_1",

@@ -15,7 +15,7 @@ from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.command import Backend, run
 from hiddenlab.defenses.cascade.exposure import NOT_MEASURED, NOT_PRIVATE
 from hiddenlab.defenses.cascade.generate import generate
-from hiddenlab.defenses.cascade.hardening import ClientLayers, Hardening
+from hiddenlab.defenses.cascade.hardening import ClientLayers, Hardening, SecretCoordinates
 from hiddenlab.defenses.cascade.load import load_cascade_model, plain_outputs
 from hiddenlab.defenses.cascade.planning import plan
 from hiddenlab.errors import HiddenlabError, InputError
@@ -154,3 +154,88 @@ def test_some_layer_must_remain_for_the_nodes() -> None:
     with pytest.raises(InputError, match="leave none to the nodes"):
         ClientLayers(3, 1).sections(4)
     assert [(s.first, s.end) for s in ClientLayers(2, 1).sections(4)] == [(0, 2), (2, 3), (3, None)]
+
+
+# ---- secret maps
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    n=st.integers(1, 15), alpha=st.integers(1, 3), c=st.integers(1, 3), m=st.integers(1, 2),
+    spread=st.sampled_from([1.0, 4.0, 64.0]), symmetric=st.booleans(),
+)  # fmt: skip
+def test_secret_maps_change_no_output(
+    tiny: TinyPath, n: int, alpha: int, c: int, m: int, spread: float, symmetric: bool
+) -> None:
+    path, tokens = tiny("gemma2"), prompt(n, seed=n)  # with a soft cap and windows
+    made = Plan.clustered(n, c, alpha=alpha, m=m, symmetric=symmetric)
+    cascade = Backend(model=path, harden=f"secret-maps:spread={spread}").start(alpha, m, symmetric)
+    assert torch.allclose(cascade.forward(tokens, made), plain(path, tokens), atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["secret-maps", f"{ENDS}|secret-maps"])
+def test_requests_at_once_have_maps_of_their_own(tiny: TinyPath, spec: str) -> None:
+    path = tiny("qwen3")
+    prompts = [prompt(n, seed=n) for n in (3, 8, 12, 12)]
+
+    def answer(cascade: Cascade, tokens: Tensor) -> list[int]:
+        made = Plan.clustered(len(tokens), 2, alpha=2, symmetric=True)
+        return list(generate(cascade, tokens, made, new_tokens=5))
+
+    with (
+        Backend(model=path).start(2, 1, True) as bare,
+        Backend(kind="wire", model=path, harden=spec).start(2, 1, True) as hardened,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        expected = [answer(bare, tokens) for tokens in prompts]
+        assert list(pool.map(lambda tokens: answer(hardened, tokens), prompts)) == expected
+
+
+def test_an_attnnode_gets_other_rows_each_time_but_the_same_scores(tiny: TinyPath, tmp_path: Path) -> None:
+    path = tiny("llama", tokenizer=True)
+
+    def seen(spec: str | None, name: str) -> dict[str, Tensor]:
+        folder = f"{tmp_path}/{name}"
+        run("who sees this", Backend(model=path, harden=spec), alpha=2, c=2, record=folder)
+        observations = [
+            one for node in ("AttnNode-0-0", "CompNode-0")
+            for one in load_observations(f"{folder}/{node}.safetensors")
+        ]  # fmt: skip
+        return {f"{o.info.site.stream} {o.info.site.layer}": o.states for o in observations}
+
+    bare, once, again = seen(None, "bare"), seen("secret-maps", "once"), seen("secret-maps", "again")
+    for stream in ("q 1", "k 1", "v 1", "q 3", "v 3"):
+        others = [part[stream] for part in (bare, once, again)]
+        assert all(
+            not torch.allclose(a, b, atol=0.1) for a, b in ((others[0], others[1]), (others[1], others[2]))
+        )
+        # Lengths are changed too, or a table of them would name tokens.
+        assert not torch.allclose(others[0].norm(dim=1), others[1].norm(dim=1), rtol=0.05)
+    kv, heads = 2, 4
+    for part in (once, again):
+        scores = [
+            p["q 2"].unflatten(1, (heads, -1))[:, 0] @ p["k 2"].unflatten(1, (kv, -1))[:, 0].T
+            for p in (bare, part)
+        ]
+        assert torch.allclose(*scores, atol=1e-3)
+        # A CompNode can undo the maps: what it sees is what it sees without.
+        for stream in ("embed 0", "resid 2", "attn 1", "attn 3"):
+            assert torch.allclose(bare[stream], part[stream], atol=2e-3)
+
+
+def test_the_plan_says_what_is_not_measured_behind_secret_maps(tiny: TinyPath) -> None:
+    bare, mapped = (
+        plan(24, alpha=3, c=2, model=tiny("llama"), harden=spec) for spec in (None, "secret-maps")
+    )
+    comps = slice(0, 3)
+    assert bare["verdicts"][comps] == mapped["verdicts"][comps]  # they know the maps
+    assert {one["status"] for one in mapped["verdicts"][3:]} == {NOT_MEASURED}
+    assert bare["cost"] == mapped["cost"]
+
+
+def test_the_secret_is_in_no_text() -> None:
+    secret = SecretCoordinates().secret()
+    assert repr(secret) == "Secret(spread=4.0)" and len(secret.key) == 32
+    assert secret != SecretCoordinates().secret()
+    with pytest.raises(InputError, match="spread must be between 1 and 64"):
+        SecretCoordinates(0.5)

@@ -30,6 +30,7 @@ from hiddenlab.defenses.cascade.nodes import Partial, Rows
 from hiddenlab.defenses.cascade.passes import Batch
 from hiddenlab.defenses.cascade.ray_connection import FEWEST_CPUS, connect, free_resources
 from hiddenlab.defenses.cascade.remote import RemoteAttn, RemoteComp
+from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.defenses.cascade.secured import Tls
 from hiddenlab.defenses.cascade.wire import LOCAL, Endpoint
 from hiddenlab.errors import InputError
@@ -149,6 +150,7 @@ class RayCascade(NodeCascade):
         alpha, m, symmetric: as in ``Plan``; plans of requests must fit.
         settings: how the nodes work.
         section: of the model, which the CompNodes run.
+        secret: see ``CompHost``; AttnNodes are not given it.
         address: of a running cluster (``auto`` finds it); None starts one here, and stops it in the end.
         transport: ``tcp`` from node to node, or ``objects``, the paper's form.
         timeout: seconds without any progress after which a node counts as stalled; a slow one is waited for.
@@ -176,6 +178,7 @@ class RayCascade(NodeCascade):
         symmetric: bool = False,
         settings: Settings | None = None,
         section: Section = WHOLE,
+        secret: Secret | None = None,
         address: str | None = None,
         transport: str = "tcp",
         timeout: float = 60.0,
@@ -235,7 +238,7 @@ class RayCascade(NodeCascade):
                 options = self._options(i, threads, cpus, gpus)
                 self._make[comp_name(i)] = partial(
                     ray.remote(_Comp).options(**options).remote, i, model, self.settings, key,
-                    transport=transport, section=section, dtype=dtype, device=device, **common,
+                    transport=transport, section=section, secret=secret, dtype=dtype, device=device, **common,
                 )  # fmt: skip
             for place, node in enumerate(nodes):
                 options = self._options(alpha + place, threads, cpus, 0.0)

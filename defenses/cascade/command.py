@@ -19,11 +19,12 @@ from torch import Tensor
 
 from hiddenlab.defenses.cascade.cost import Link, Shape, sent
 from hiddenlab.defenses.cascade.exposure import (
+    NOT_MEASURED,
     NOT_PRIVATE,
     attack_on,
     verdicts,
 )
-from hiddenlab.defenses.cascade.hardening import WHOLE, Hardening, Section
+from hiddenlab.defenses.cascade.hardening import NOT_HARDENED, WHOLE, Hardening, Section
 from hiddenlab.defenses.cascade.planning import make_plan
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
@@ -129,6 +130,8 @@ class Backend:
         from hiddenlab.defenses.cascade.remote import WireCascade
         from hiddenlab.models.load import parse_dtype
 
+        maps = self.hardening.secret_maps
+        secret = None if maps is None else maps.secret()
         dtype = parse_dtype(self.dtype)
         wire = None if self.wire is None else parse_dtype(self.wire)
         settings = Settings(self.compress, wire, self.record)
@@ -141,14 +144,15 @@ class Backend:
         if self.kind != "ray":
             loaded = load_cascade_model(self.model, dtype=dtype, device=self.device, section=section)
             if self.kind == "local":
-                return LocalCascade(loaded, settings, name=self.model)
+                return LocalCascade(loaded, settings, name=self.model, secret=secret)
             return WireCascade(
                 loaded, alpha, m=m, symmetric=symmetric, settings=settings, name=self.model, link=self.link(),
-                timeout=self.timeout,
+                timeout=self.timeout, secret=secret,
             )  # fmt: skip
         entered = self.entered()
         return _with_ray("hiddenlab.defenses.cascade.cluster").RayCascade(
-            self.model, alpha, m=m, symmetric=symmetric, settings=settings, section=section, address=entered.address,
+            self.model, alpha, m=m, symmetric=symmetric, settings=settings, section=section, secret=secret,
+            address=entered.address,
             transport=self.transport, timeout=self.timeout, restarts=self.restarts, threads=self.threads,
             cpus=self.cpus, gpus=self.gpus, dtype=dtype, device=self.device, strategy=self.strategy,
             loopback=self.loopback, tls=self.tls, concurrent=self.concurrent, link=self.link(), progress=progress,
@@ -344,16 +348,15 @@ def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progres
 
 def _worst(made: Plan, folder: Path, hardening: Hardening) -> dict[str, Any]:
     """Return the verdict on the node that reads most, and the command that attacks what it saw."""
-    first = hardening.first_layer
-    found = [one for one in verdicts(made, first_layer=first) if one.own]
+    found = [one for one in verdicts(made, hardening=hardening) if one.own]
     worst = max(found, key=lambda one: (one.status == NOT_PRIVATE, one.read), default=None)
     if worst is None:
         return {"worst": None, "attack": None}
-    if first and worst.status != NOT_PRIVATE:  # no attack on such a run was measured
+    if hardening != NOT_HARDENED and worst.status == NOT_MEASURED:
         return {"worst": worst.to_json(), "attack": None}
     from hiddenlab.defenses.cascade.node_views import file_name
 
-    attack, layer, stream = attack_on(made, worst, first)
+    attack, layer, stream = attack_on(made, worst, hardening.first_layer)
     return {
         "worst": worst.to_json(),
         "attack": f"hiddenlab attack --observation {shlex.quote(str(folder / file_name(worst.node)))} "

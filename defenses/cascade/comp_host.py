@@ -18,6 +18,7 @@ from hiddenlab.defenses.cascade.node_state import Carrier, Head, NodeError, all_
 from hiddenlab.defenses.cascade.node_views import Seen, record_layers, record_partials
 from hiddenlab.defenses.cascade.nodes import CompWorker, Partial
 from hiddenlab.defenses.cascade.passes import Batch
+from hiddenlab.defenses.cascade.secret_maps import LayerMaps, Secret, SecretMaps
 from hiddenlab.errors import HiddenlabError
 from hiddenlab.models.attention import Attention, register_attention
 from hiddenlab.sharding import AttnNode
@@ -52,14 +53,18 @@ class CompHost:
         model: see ``load_cascade_model``.
         index: of the CompNode.
         wire: dtype of numbers on the wire; None leaves them as they are.
+        secret: of the maps under which AttnNodes get rows; None sends rows as they are.
 
     Attributes:
         ticks: grows with every layer of every batch.
         layers: the layer in which each running batch is, from 1.
     """
 
-    def __init__(self, model: nn.Module, index: int, *, wire: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, index: int, *, wire: torch.dtype | None = None, secret: Secret | None = None
+    ) -> None:
         self.model, self.index, self.wire = model, index, wire
+        self.maps = None if secret is None else SecretMaps(secret)
         self.times = Times()
         self.ticks = 0
         self.layers: dict[str, int] = {}
@@ -171,8 +176,9 @@ class _Seat:
         self.step += 1
         self.host.ticks += 1
         self.host.layers[head.batch] = layer + 1
-        wire = self.host.wire
-        for node, rows in self.comp.rows(q[0], k[0], v[0]).items():
+        wire, maps = self.host.wire, self._maps(layer, k[0], v[0])
+        own = (q[0], k[0], v[0]) if maps is None else maps.hidden(q[0], k[0], v[0])
+        for node, rows in self.comp.rows(*own).items():
             self.carrier.post(node, head, rows.to(None, wire))
         sent = time.perf_counter()
         self.finish()
@@ -180,16 +186,29 @@ class _Seat:
         answers = {
             node: self.carrier.collect(node, head) for node, answers in self.comp.messages.items() if answers
         }
-        if self.seen is not None:
-            record_partials(self.seen, self.batch.passes[0].plan, self.comp.positions, layer, answers)
         waited = time.perf_counter()
-        attended = self._merged(answers, layer).to(q).transpose(0, 1)[None]
+        output = self._merged(answers, layer)
+        if maps is not None:
+            output = maps.restored(output)
+        if self.seen is not None:
+            record_partials(self.seen, self.batch.passes[0].plan, self.comp.positions, layer, answers, maps)
+        attended = output.to(q).transpose(0, 1)[None]
         merged = time.perf_counter()
         times.send += sent - started
         times.wait += waited - sent
         times.merge += merged - waited
         self.away += merged - started
         return attended
+
+    def _maps(self, layer: int, keys: Tensor, values: Tensor) -> LayerMaps | None:
+        """Return the secret maps of the layer; None where rows are sent as they are."""
+        if self.host.maps is None:
+            return None
+        works = [work for _, work in self.batch.at(self.host.index)]
+        return LayerMaps(
+            [self.host.maps.of(work.request, layer, keys, values) for work in works],
+            [len(work.new(self.host.index)) for work in works],
+        )
 
     def _merged(self, answers: Mapping[AttnNode, list[Partial]], layer: int) -> Tensor:
         """Merge the answers.

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from hiddenlab.defenses.cascade.hardening import NOT_HARDENED, Hardening
 from hiddenlab.defenses.cascade.node_state import attn_name, comp_name
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import AttnNode, Plan, Positions
@@ -107,14 +108,14 @@ class Verdict:
         return {**asdict(self), "sentence": sentence([self])}
 
 
-def verdicts(plan: Plan, client: Collection[int] = (), first_layer: int = 0) -> list[Verdict]:
+def verdicts(plan: Plan, client: Collection[int] = (), hardening: Hardening = NOT_HARDENED) -> list[Verdict]:
     """Return the verdict on each CompNode, then on each AttnNode.
 
     Each node is judged by itself; nodes that share what they see read more.
 
     Args:
         client: CompNodes that the client runs, who knows the prompt.
-        first_layer: of the nodes. What was measured of other nodes' tokens is of nodes that begin with layer 0.
+        hardening: of the plan. What was measured is of nodes that begin with layer 0, and of rows as they are.
 
     Raises:
         InputError: the plan has no such CompNode.
@@ -122,15 +123,24 @@ def verdicts(plan: Plan, client: Collection[int] = (), first_layer: int = 0) -> 
     if wrong := [i for i in client if not 0 <= i < plan.alpha]:
         raise InputError(f"there is no CompNode {wrong[0]}; the plan has 0 to {plan.alpha - 1}")
     comps = [_comp(plan, i, i in client) for i in range(plan.alpha)]
-    found = comps + [_attn(plan, node) for node in plan.attn_nodes]
-    return [_unmeasured(one) for one in found] if first_layer else found
+    attns = [_attn(plan, node) for node in plan.attn_nodes]
+    maps = hardening.secret_maps is not None
+    if hardening.first_layer:
+        comps = [_unmeasured(one, one.own == one.tokens) for one in comps]
+    if hardening.first_layer or maps:
+        attns = [_unmeasured(one, one.own == one.tokens and not maps) for one in attns]
+    return comps + attns
 
 
-def _unmeasured(verdict: Verdict) -> Verdict:
-    """Return the verdict where no attack was measured that reads other nodes' tokens."""
+def _unmeasured(verdict: Verdict, all_rows: bool) -> Verdict:
+    """Return the verdict where no attack was measured that reads other nodes' tokens.
+
+    Args:
+        all_rows: the node is given rows of all tokens, which are attacked like any states.
+    """
     if verdict.status in (CLIENT, NOTHING):
         return verdict
-    status = NOT_PRIVATE if verdict.own == verdict.tokens else NOT_MEASURED
+    status = NOT_PRIVATE if all_rows else NOT_MEASURED
     return replace(
         verdict, status=status, others=0, not_measured=verdict.not_measured + verdict.others, evidence=None
     )

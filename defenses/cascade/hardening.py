@@ -4,8 +4,10 @@ A hardening is a spec, such as ``client:first=6,last=1``. It is an option of the
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from hiddenlab import registry
+from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.errors import InputError
 
 
@@ -23,6 +25,7 @@ class Section:
 
 
 WHOLE = Section()
+MOST_SPREAD = 64.0
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,39 @@ class ClientLayers:
 
 
 @dataclass(frozen=True)
+class SecretCoordinates:
+    """Send AttnNodes queries, keys and values in secret coordinates, drawn anew for each request, layer and head.
+
+    CompNodes share the secret, so that it hides nothing from them.
+
+    Args:
+        spread: largest factor by which a direction is stretched or shrunk; 1 keeps lengths, which then are read.
+
+    Raises:
+        InputError: a spread outside of 1 to 64, beyond which rounding shows.
+    """
+
+    spread: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.spread <= MOST_SPREAD:
+            raise InputError(f"spread must be between 1 and {MOST_SPREAD:g}, not {self.spread:g}")
+
+    def secret(self) -> Secret:
+        """Draw the secret."""
+        return Secret(self.spread)
+
+
+@dataclass(frozen=True)
 class Hardening:
     """All that hardens one plan; by default nothing.
 
     Attributes:
-        client: the layers that the client computes.
+        client: the layers that the client computes. secret_maps: of what AttnNodes get.
     """
 
     client: ClientLayers | None = None
+    secret_maps: SecretCoordinates | None = None
 
     @classmethod
     def parse(cls, spec: str | None) -> "Hardening":
@@ -79,11 +107,11 @@ class Hardening:
         Raises:
             UnknownNameError: unknown part. InputError: unknown, missing or malformed parameter, or a part twice.
         """
-        parts: dict[str, ClientLayers] = {}
+        parts: dict[str, Any] = {}
         for text in [] if spec is None else spec.split("|"):
-            name, _ = registry.parse_spec(text)
+            name = registry.parse_spec(text)[0].replace("-", "_")
             if name in parts:
-                raise InputError(f"--harden {spec!r} names {name} twice")
+                raise InputError(f"--harden {spec!r} names {text.partition(':')[0]} twice")
             parts[name] = registry.build("hardenings", text)
         return cls(**parts)
 
@@ -106,3 +134,6 @@ class Hardening:
         if self.client is not None:
             self.client.sections(layers)
         return layers - self.client_layers
+
+
+NOT_HARDENED = Hardening()

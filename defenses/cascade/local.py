@@ -18,6 +18,7 @@ from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, com
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
 from hiddenlab.defenses.cascade.passes import Batch
+from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.sharding import AttnNode
 
 
@@ -60,10 +61,18 @@ class LocalCascade(NodeCascade):
         model: see ``load_cascade_model``.
         settings: how the nodes work.
         name: of the model, for what is recorded.
+        secret: see ``CompHost``.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings | None = None, *, name: str = "model") -> None:
-        self.model, self.settings = model, settings or Settings()
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings | None = None,
+        *,
+        name: str = "model",
+        secret: Secret | None = None,
+    ) -> None:
+        self.model, self.settings, self._secret = model, settings or Settings(), secret
         super().__init__(record=self.settings.record)
         self.facts = ModelFacts.of(name, model)
         self._comps: dict[int, CompHost] = {}
@@ -85,7 +94,7 @@ class LocalCascade(NodeCascade):
         """Return the CompNode with that index; make it when first needed."""
         with self._lock:
             if index not in self._comps:
-                self._comps[index] = CompHost(self.model, index, wire=self.settings.wire)
+                self._comps[index] = CompHost(self.model, index, wire=self.settings.wire, secret=self._secret)
             return self._comps[index]
 
     def _run(self, batch: Batch, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:

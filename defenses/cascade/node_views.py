@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.secret_maps import LayerMaps
 from hiddenlab.models.checkpoint import LeftOut, decoder_layers
 from hiddenlab.observation import save_observations
 from hiddenlab.sharding import AttnNode, Message, Plan, Positions
@@ -83,12 +84,23 @@ def record_attn(seen: Seen, messages: Mapping[int, Message], layer: int, rows: M
 
 
 def record_partials(
-    seen: Seen, plan: Plan, held: Iterable[int], layer: int, answers: Mapping[AttnNode, Sequence[Partial]]
+    seen: Seen,
+    plan: Plan,
+    held: Iterable[int],
+    layer: int,
+    answers: Mapping[AttnNode, Sequence[Partial]],
+    maps: LayerMaps | None = None,
 ) -> None:
-    """Record partial outputs that a CompNode received; a row holds m, e (unless compressed) and u of all heads."""
+    """Record partial outputs that a CompNode received; a row holds m, e (unless compressed) and u of all heads.
+
+    Args:
+        maps: secret ones, which the node can undo.
+    """
     mine = set(held)
     for node, parts in answers.items():
         for block, part in zip(plan.blocks(node), parts, strict=True):
+            if maps is not None:
+                part = replace(part, output=maps.restored(part.output))
             positions = tuple(p for p in plan.splits[block.queries] if p in mine)
             tensors = [t if t.ndim == 3 else t[..., None] for t in part.tensors]
             rows = torch.cat([t.float().transpose(0, 1).flatten(1) for t in tensors], 1)

@@ -88,7 +88,7 @@ def plan(
     cost["seconds_per_layer"] = layer_seconds(made, shape, link)
     cost["seconds"] = shape.layers * layer_seconds(made, shape, link)
     owner = {position: i for i, shard in enumerate(made.shards) for position in shard}
-    found = verdicts(made, _client_nodes(client), hardening.first_layer)
+    found = verdicts(made, _client_nodes(client), hardening)
     bound = float(cost["bytes_paper"]) if most_bytes is None and most_seconds is None else most_bytes
     shares = mean_shares(made)
     best, compared = best_plan(tokens, shape, link, bound, most_seconds)

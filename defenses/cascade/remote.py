@@ -29,6 +29,7 @@ from hiddenlab.defenses.cascade.node_state import (
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
 from hiddenlab.defenses.cascade.passes import Batch, Pass
+from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.defenses.cascade.wire import LOCAL, Address, Endpoint, Hub, WireError
 from hiddenlab.models.attention import Attention
 from hiddenlab.sharding import AttnNode, Plan
@@ -157,6 +158,7 @@ class RemoteComp:
         index: of the CompNode.
         model: name of the model.
         section: of the model, which it runs.
+        secret: see ``CompHost``.
         loaded: its weights, where they are in this process already.
         timeout: see ``Mailbox``.
         endpoint: where it listens.
@@ -175,11 +177,12 @@ class RemoteComp:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         section: Section = WHOLE,
+        secret: Secret | None = None,
         loaded: nn.Module | None = None,
     ) -> None:
         loaded = loaded or load_cascade_model(model, dtype=dtype, device=device, section=section)
         self.index, self.settings = index, settings
-        self.host = CompHost(loaded, index, wire=settings.wire)
+        self.host = CompHost(loaded, index, wire=settings.wire, secret=secret)
         self.facts = ModelFacts.of(model, loaded)
         self.mailbox = Mailbox(timeout)
         # A layer can take minutes, so each of its modules counts as progress.
@@ -316,6 +319,7 @@ class WireCascade(NodeCascade):
         model: see ``load_cascade_model``; all CompNodes share it.
         alpha, m, symmetric: as in ``Plan``.
         endpoint: where each node listens, and whether with TLS.
+        secret: see ``CompHost``.
     """
 
     def __init__(
@@ -330,6 +334,7 @@ class WireCascade(NodeCascade):
         link: Link | None = None,
         endpoint: Endpoint = LOCAL,
         timeout: float = 60.0,
+        secret: Secret | None = None,
     ) -> None:
         settings, key = settings or Settings(), secrets.token_bytes(32)
         super().__init__(record=settings.record)
@@ -338,7 +343,17 @@ class WireCascade(NodeCascade):
         self.started = alpha, frozenset(map(attn_name, nodes))
         self.attns = [RemoteAttn(node, settings, key, endpoint=endpoint, link=link) for node in nodes]
         self.comps = [
-            RemoteComp(i, name, settings, key, endpoint=endpoint, link=link, timeout=timeout, loaded=model)
+            RemoteComp(
+                i,
+                name,
+                settings,
+                key,
+                endpoint=endpoint,
+                link=link,
+                timeout=timeout,
+                secret=secret,
+                loaded=model,
+            )
             for i in range(alpha)
         ]
         for comp in self.comps:

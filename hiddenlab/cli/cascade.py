@@ -34,7 +34,7 @@ HardenOpt = Annotated[
     Option(
         "--harden",
         metavar="SPEC",
-        help="What the client does beside the plan, such as client:first=6,last=1 (layers that it computes itself).",
+        help="Hide more than the plan does: client:first=6,last=1 (layers of the client), secret-maps, or both with '|'.",
     ),
 ]
 SymmetricOpt = Annotated[bool, Option("--symmetric", help="AttnNodes (j, k) and (k, j) are one node.")]

@@ -67,7 +67,7 @@ def show_plan(result: Mapping[str, Any], link: str) -> None:
 
 def _kept(harden: str | None, cost: Mapping[str, Any]) -> list[str]:
     """Return what the client computes under a hardening."""
-    if harden is None:
+    if not cost["client_layers"]:
         return []
     share = cost["client_layers"] / (cost["client_layers"] + cost["layers"])
     layers = count_of(cost["client_layers"], "layer")

@@ -1,0 +1,118 @@
+"""Draw secret invertible maps of queries, keys and values, which AttnNodes do not know and CompNodes share.
+
+For each request, layer and key/value head there are two invertible matrices R and S. CompNodes send queries ``q R``,
+keys ``k R⁻ᵀ`` and values ``v S``. Scores ``q·k`` stay as they are, so that an AttnNode computes the same softmax
+weights, and its outputs are the right ones times S. CompNodes multiply them by ``S⁻¹``.
+"""
+
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+KEY_BYTES = 32
+KEPT = 64  # requests whose maps are kept; those of others are drawn again
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The maps of one layer, by key/value head; a query head has those of its key/value head."""
+
+    queries: Float[Tensor, "kv d d"]
+    keys: Float[Tensor, "kv d d"]
+    values: Float[Tensor, "kv dv dv"]
+    back: Float[Tensor, "kv dv dv"]
+
+
+@dataclass(frozen=True)
+class Secret:
+    """What CompNodes must share to draw the same maps.
+
+    Attributes:
+        spread: largest factor by which a map stretches or shrinks a direction; 1 keeps lengths.
+        key: who has it can draw every map.
+    """
+
+    spread: float
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
+
+
+class SecretMaps:
+    """The maps of all requests of a Cascade, drawn when they are first needed."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._key, self._spread = secret.key, secret.spread
+        self._kept: OrderedDict[str, dict[int, Maps]] = OrderedDict()
+
+    def of(
+        self, request: str, layer: int, like: Float[Tensor, "kv n d"], values: Float[Tensor, "kv n dv"]
+    ) -> Maps:
+        """Return the maps of a request and layer, in the dtype of its keys and values.
+
+        Args:
+            like, values: keys and values of the layer.
+        """
+        layers = self._kept.setdefault(request, {})
+        self._kept.move_to_end(request)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        if layer not in layers:
+            name = b"\0".join((self._key, request.encode(), str(layer).encode()))
+            seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little", signed=True)
+            draw = torch.Generator().manual_seed(seed)
+            heads, _, d = like.shape
+            forth, back = self._pair(heads, d, draw)
+            # R is the inverse of back, so that keys take its transpose.
+            mixed, unmixed = self._pair(heads, values.shape[2], draw)
+            made = (forth, back.mT, mixed, unmixed)
+            layers[layer] = Maps(*(part.to(device=like.device, dtype=like.dtype) for part in made))
+        return layers[layer]
+
+    def _pair(self, heads: int, d: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return invertible matrices ``[heads, d, d]`` and their inverses.
+
+        Orthogonal matrices on both sides of a diagonal one bound how much rounding grows.
+        """
+        left, right = torch.linalg.qr(torch.randn(2, heads, d, d, generator=draw, dtype=torch.float64)).Q
+        bend = torch.rand(heads, 1, d, generator=draw, dtype=torch.float64).mul(2).sub(1)
+        stretch = torch.tensor(self._spread, dtype=torch.float64).pow(bend)
+        return (left * stretch) @ right, (right.mT / stretch) @ left.mT
+
+
+class LayerMaps:
+    """The maps of one layer for rows of several requests, which lie one request behind the other.
+
+    Args:
+        maps: of each request. counts: of its rows.
+    """
+
+    def __init__(self, maps: Sequence[Maps], counts: Sequence[int]) -> None:
+        self._maps, self._counts = maps, list(counts)
+
+    def hidden(
+        self, queries: Float[Tensor, "h n d"], keys: Float[Tensor, "kv n d"], values: Float[Tensor, "kv n dv"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows as AttnNodes get them."""
+        return (
+            self._mapped(queries, [maps.queries for maps in self._maps]),
+            self._mapped(keys, [maps.keys for maps in self._maps]),
+            self._mapped(values, [maps.values for maps in self._maps]),
+        )
+
+    def restored(self, outputs: Float[Tensor, "h n dv"]) -> Float[Tensor, "h n dv"]:
+        """Return outputs as they are without maps; of one request also some of its rows alone."""
+        return self._mapped(outputs, [maps.back for maps in self._maps])
+
+    def _mapped(self, rows: Tensor, maps: Sequence[Tensor]) -> Tensor:
+        """Apply each request's map to its rows; query heads are grouped over key/value heads."""
+        split = [rows] if len(maps) == 1 else rows.split(self._counts, 1)
+        parts = [
+            (part.unflatten(0, (len(chosen), -1)) @ chosen[:, None].to(part.dtype)).flatten(0, 1)
+            for part, chosen in zip(split, maps, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
