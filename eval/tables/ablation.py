@@ -30,10 +30,10 @@ WITHOUT = {
     },
 }  # fmt: skip
 _SHUFFLED = ("probe", "language model", "opener", "learning from failures", "screening")
-_READ = ("probe", "language model", "trace 1", "trace 2")
+_READ = ("probe", "language model")
 _DISTANCES = ("log distance", "whitened distance", "distance over expected", "all distances")
 # Of beam decoding where rows are shuffled.
-_ORDER = ("place", "pairwise order", "lookahead", "local search")
+_ORDER = ("trace 1", "trace 2", "place", "pairwise order", "lookahead", "local search")
 # Channels (of any strength of noise), the attack that is for them, and its parts that bear on them.
 MADE_FOR: dict[str, tuple[str, tuple[str, ...]]] = {
     "identity": (MATCHING, ("probe", "language model", "rows read", "learning from failures")),
@@ -41,15 +41,16 @@ MADE_FOR: dict[str, tuple[str, tuple[str, ...]]] = {
     # The table of first tokens is made where coordinates are permuted.
     "hidden-perm": (MATCHING, (*_SHUFFLED, "first tokens")),
     "2d-perm": (MATCHING, (*_SHUFFLED, "first tokens")),
-    "gaussian": (BEAM, (*_READ, *_DISTANCES, "beam", "refinement")),
+    # What a row is expected to lie away is learned where rows or coordinates are shuffled.
+    "gaussian": (BEAM, (*_READ, "log distance", "beam", "refinement")),
     "gaussian|seq-perm": (BEAM, (*_READ, *_DISTANCES, *_ORDER, "beam", "refinement")),
-    "gaussian|hidden-perm": (BEAM, ("probe", "language model", *_DISTANCES, "beam", "widening")),
+    "gaussian|hidden-perm": (BEAM, (*_READ, *_DISTANCES, "beam", "widening")),
     "random-prefix": (BEAM, (*_READ, "solving for the prefix")),
     "random-prefix|seq-perm": (BEAM, (*_READ, *_ORDER, "solving for the prefix")),
 }
 # Noise under which the whole attack reads much, but not all: there a part can show what it brings.
 CHANNELS = (
-    "identity,seq-perm,hidden-perm,2d-perm,gaussian:sigma=0.2,gaussian:sigma=0.01|seq-perm,"
+    "identity,seq-perm,hidden-perm,2d-perm,gaussian:sigma=0.2,gaussian:sigma=0.03|seq-perm,"
     "gaussian:sigma=0.01|hidden-perm,random-prefix,random-prefix|seq-perm"
 )
 
