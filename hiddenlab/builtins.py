@@ -6,6 +6,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "missing-tokens": "hiddenlab.attacks.missing_tokens:MissingTokenSearch",
         "infill": "hiddenlab.attacks.infill:Infill",
         "partial-sums": "hiddenlab.attacks.partial_sums:PartialSums",
+        "self-scores": "hiddenlab.attacks.self_scores:SelfScores",
         "nearest": "hiddenlab.attacks.nearest:NearestEmbedding",
         "sipit": "hiddenlab.attacks.sipit:SipIt",
         "fingerprint-inversion": "hiddenlab.attacks.fingerprint_inversion:FingerprintInversion",

@@ -187,19 +187,22 @@ def _with_totals(answer: Observation) -> Float[Tensor, "rows d"]:
     return torch.cat([rows[:, :heads], torch.ones_like(rows[:, :heads]), rows[:, heads:]], 1)
 
 
-def second_layer_view(observations: Sequence[Observation]) -> Observation | None:
-    """Join what an AttnNode was sent in the second layer into one observation.
+def joined_sent(observations: Sequence[Observation]) -> list[Observation]:
+    """Join what an AttnNode was sent in the first two layers of the nodes, one observation for each.
 
-    It holds queries, keys and values (``qkv``) where they are of the same rows, else keys and values (``kv``). They are
-    functions of the first layer's attention output of each row. None where the node was sent none.
+    It holds queries, keys and values (``qkv``) where they are of the same rows, else keys and values (``kv``). In the
+    first layer they are functions of each row's input, in the second of the first one's attention output.
     """
-    sent = {o.info.site.stream: o for o in observations if o.info.site.layer == 2}
-    if "k" not in sent or "v" not in sent:
-        return None
-    both = "q" in sent and sent["q"].info.positions == sent["k"].info.positions
-    stream = "qkv" if both else "kv"
-    states = torch.cat([sent[letter].states for letter in stream], 1)
-    return Observation(states, replace(sent["k"].info, site=Site(2, stream)))
+    joined = []
+    for layer in sorted({o.info.site.layer for o in observations if o.info.site.stream in ("k", "v")})[:2]:
+        sent = {o.info.site.stream: o for o in observations if o.info.site.layer == layer}
+        if "k" not in sent or "v" not in sent:
+            continue
+        both = "q" in sent and sent["q"].info.positions == sent["k"].info.positions
+        stream = "qkv" if both else "kv"
+        states = torch.cat([sent[letter].states for letter in stream], 1)
+        joined.append(Observation(states, replace(sent["k"].info, site=Site(layer, stream))))
+    return joined
 
 
 def _by_kind_and_numbers(seen: Seen) -> tuple[bool, list[int]]:
@@ -224,7 +227,8 @@ def save_seen(
     """Write what nodes saw, one file for each node, with an observation for each stream and layer.
 
     CompNodes have ``embed``, ``resid`` and ``attn`` (see ``joined_answers``), AttnNodes ``q``, ``k`` and ``v``, and at
-    layer 2 also ``qkv`` or ``kv``, what attacks read. ``load_site`` takes one of them from a file.
+    their first two layers also ``qkv`` or ``kv`` (see ``joined_sent``), what attacks read. ``load_site`` takes one of
+    them from a file.
 
     Args:
         seen: what nodes saw.
@@ -249,9 +253,8 @@ def save_seen(
             continue
         # Where a node was lost the request ran again, and a node saw two.
         name = record.node if record.node not in written else f"{record.node}, request {record.request}"
-        kept = [o for o in observations if o.info.site.stream != "attn"] + joined_answers(observations)
-        if (view := second_layer_view(observations)) is not None:
-            kept.append(view)
+        kept = [o for o in observations if o.info.site.stream != "attn"]
+        kept += joined_answers(observations) + joined_sent(observations)
         target = folder / file_name(name)
         save_observations(kept, target)
         written[name] = {
