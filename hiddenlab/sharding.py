@@ -49,6 +49,8 @@ class Plan:
         shards: ``R_i``, the positions of each CompNode. splits: ``S_j``, the positions of each query and key shard.
         symmetric: AttnNodes (j, k) and (k, j) are one node, which learns nothing that either would not
             (appendix Q): β(β + 1)/2 in place of β².
+        causal: the model's tokens see none behind them, so that blocks without a visible key are left out (``asked``).
+            Results are the same; a model whose tokens see later ones refuses such a plan.
         dealt: c and δ of a (c, δ)-sharding. m: into how many splits ``split`` cut each shard; None for splits by
             hand, with which a plan cannot grow.
 
@@ -62,6 +64,7 @@ class Plan:
     symmetric: bool = False
     dealt: tuple[int, int] | None = None
     m: int | None = None
+    causal: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -79,12 +82,14 @@ class Plan:
         delta: int | None = None,
         m: int = 1,
         symmetric: bool = False,
+        causal: bool = False,
     ) -> "Plan":
         """Build a (c, δ)-sharding: clusters of c tokens, dealt to the CompNodes in turn (Definition 7.1), m-split.
 
         Args:
             c: tokens of a cluster. alpha: CompNodes, so that δ = α·c. delta: distance from one cluster of a node to its
-                next, so that α = ⌈δ/c⌉; give one of both. m: splits of each shard, see ``split``.
+                next, so that α = ⌈δ/c⌉; give one of both. m: splits of each shard, see ``split``. symmetric, causal: of
+                the plan.
 
         Raises:
             InputError: a number below 1, not exactly one of alpha and delta, or more than 65,536 shards.
@@ -103,10 +108,12 @@ class Plan:
         for t in range(tokens):
             held[t % distance // c].append(t)
         shards = tuple(map(tuple, held))
-        return cls(tokens, shards, split(shards, m), symmetric, (c, distance), m)
+        return cls(tokens, shards, split(shards, m), symmetric, (c, distance), m, causal)
 
     @classmethod
-    def by_hand(cls, shards: Sequence[Sequence[int]], *, m: int = 1, symmetric: bool = False) -> "Plan":
+    def by_hand(
+        cls, shards: Sequence[Sequence[int]], *, m: int = 1, symmetric: bool = False, causal: bool = False
+    ) -> "Plan":
         """Build a plan from positions written by hand, one sequence for each CompNode, m-split.
 
         Raises:
@@ -115,7 +122,7 @@ class Plan:
         if m < 1:
             raise InputError(f"m must be at least 1, not {m}")
         held = tuple(tuple(sorted(shard)) for shard in shards)
-        return cls(sum(map(len, held)), held, split(held, m), symmetric, None, m)
+        return cls(sum(map(len, held)), held, split(held, m), symmetric, None, m, causal)
 
     def grown(self, tokens: int) -> "Plan":
         """Return the plan of a longer sequence in which every node keeps what it holds (generation, appendix Q).
@@ -172,13 +179,46 @@ class Plan:
             return node, AttnNode(node.keys, node.queries)
         return (node,)
 
+    def asked(self, block: AttnNode, since: int = 0) -> Positions:
+        """Return the new positions whose queries a block answers: none where all of its keys lie behind them.
+
+        Only a causal plan leaves such blocks out (appendix Q, "Synchronization"). No other place decides it.
+        """
+        queries, keys = new_of(self.splits[block.queries], since), self.splits[block.keys]
+        hidden = self.causal and queries and (not keys or keys[0] > queries[-1])
+        return () if hidden else queries
+
+    def given(self, node: AttnNode, since: int = 0, keep: bool = False) -> tuple[Positions, Positions]:
+        """Return the new positions whose query rows, and whose key and value rows, an attention node is sent.
+
+        Args:
+            since: first position that is new.
+            keep: later queries may need the keys of blocks that are left out now, so they are sent all the same.
+        """
+        blocks = [(block, self.asked(block, since)) for block in self.blocks(node)]
+        queries = {p for _, rows in blocks for p in rows}
+        wanted = [block.keys for block, rows in blocks if rows or keep or not self.causal]
+        keys = {p for shard in wanted for p in new_of(self.splits[shard], since)}
+        return tuple(sorted(queries)), tuple(sorted(keys))
+
     def held_by(self, node: AttnNode) -> Positions:
-        """Return the positions of which an attention node receives any row: ``S_j ∪ S_k``."""
-        return tuple(sorted({*self.splits[node.queries], *self.splits[node.keys]}))
+        """Return the positions of which an attention node receives any row: ``S_j ∪ S_k``, or none (``asked``)."""
+        queries, keys = self.given(node)
+        return tuple(sorted({*queries, *keys}))
+
+    @cached_property
+    def left_out(self) -> tuple[AttnNode, ...]:
+        """The blocks that a pass over the whole prompt leaves out."""
+        if not self.causal:
+            return ()
+        every = (block for node in self.attn_nodes for block in self.blocks(node))
+        return tuple(block for block in every if not self.asked(block))
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as plain data for ``described``; a few numbers where it was dealt."""
-        description: dict[str, Any] = {"tokens": self.tokens, "symmetric": self.symmetric, "m": self.m}
+        description: dict[str, Any] = {
+            "tokens": self.tokens, "symmetric": self.symmetric, "m": self.m, "causal": self.causal,
+        }  # fmt: skip
         if self.dealt is not None:
             return description | {"dealt": list(self.dealt)}
         return description | {
@@ -191,24 +231,25 @@ class Plan:
         """Rebuild a plan from the result of ``describe``."""
         if dealt := data.get("dealt"):
             c, delta = dealt
-            return cls.clustered(data["tokens"], c, delta=delta, m=data["m"], symmetric=data["symmetric"])
+            options = {name: data[name] for name in ("m", "symmetric", "causal")}
+            return cls.clustered(data["tokens"], c, delta=delta, **options)
         shards, splits = (tuple(tuple(part) for part in data[name]) for name in ("shards", "splits"))
-        return cls(data["tokens"], shards, splits, data["symmetric"], None, data["m"])
+        return cls(data["tokens"], shards, splits, data["symmetric"], None, data["m"], data["causal"])
 
-    def messages(self, since: int = 0, nodes: Sequence[AttnNode] | None = None) -> Iterator[Message]:
+    def messages(
+        self, since: int = 0, nodes: Sequence[AttnNode] | None = None, keep: bool = False
+    ) -> Iterator[Message]:
         """Yield the messages between each pair of nodes in a layer (Algorithm 2); pairs without rows are left out.
 
         Args:
             since: first position that is new; the rows of earlier ones were sent before and are kept.
             nodes: only with these AttnNodes.
+            keep: see ``given``.
         """
-        new = [new_of(split, since) for split in self.splits]
         owner = {p: i for i, shard in enumerate(self.shards) for p in new_of(shard, since)}
         for node in self.attn_nodes if nodes is None else nodes:
-            blocks = self.blocks(node)
-            queries = sorted({p for block in blocks for p in new[block.queries]})
-            keys = sorted({p for block in blocks for p in new[block.keys]})
-            answers = [p for block in blocks for p in new[block.queries]]
+            queries, keys = self.given(node, since, keep)
+            answers = [p for block in self.blocks(node) for p in self.asked(block, since)]
             for comp in sorted({owner[p] for p in (*queries, *keys)}):
                 yield Message(
                     comp,

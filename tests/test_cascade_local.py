@@ -1,5 +1,6 @@
 """Cascade in one process gives what the plain model gives, and each node receives what the plan says."""
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.nodes import Partial, attention_pass, post_pass
-from hiddenlab.defenses.cascade.passes import Batch
+from hiddenlab.defenses.cascade.passes import Batch, Pass, new_name
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import Attention
 from hiddenlab.models.reading import quiet_transformers
@@ -44,6 +45,12 @@ def plain(path: str, tokens: Tensor) -> Tensor:
 @cache
 def cascade_model(path: str) -> nn.Module:
     return load_cascade_model(path)
+
+
+def elements(cascade: LocalCascade) -> float:
+    """How many numbers AttnNodes received and sent."""
+    counts = [one for name, one in cascade.counters().items() if name.startswith("Attn")]
+    return sum(one["elements_in"] + one["elements_out"] for one in counts)
 
 
 def prompt(n: int, seed: int = 0) -> Tensor:
@@ -150,6 +157,7 @@ def test_any_partition_gives_the_same(tiny: TinyPath, data: st.DataObject) -> No
         [[t for t, owner in enumerate(owners) if owner == i] for i in range(5)],
         m=data.draw(st.integers(1, 3)),
         symmetric=data.draw(st.booleans()),
+        causal=data.draw(st.booleans()),
     )
     settings = Settings(compress=data.draw(st.booleans()), record=True)
     cascade = LocalCascade(cascade_model(path), settings)
@@ -175,13 +183,71 @@ def check_seen(seen: list[Seen], made: Plan, layers: int = 4) -> None:
             for stream in ("resid", "attn"):
                 expected[f"CompNode {i}", stream, layer] = set(shard)
         for name, node in nodes.items():
-            blocks = made.blocks(node)
+            blocks = [block for block in made.blocks(node) if block not in made.left_out]
             queries = {p for block in blocks for p in made.splits[block.queries]}
             keys = {p for block in blocks for p in made.splits[block.keys]}
             assert queries | keys == set(made.held_by(node))
             expected |= {(name, "q", layer): queries, (name, "k", layer): keys, (name, "v", layer): keys}
     expected |= {(f"CompNode {i}", "embed", 0): set(shard) for i, shard in enumerate(made.shards)}
     assert found == {key: positions for key, positions in expected.items() if positions}
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    owners=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    neighbours=st.booleans(),
+    m=st.integers(1, 2),
+    symmetric=st.booleans(),
+    compress=st.booleans(),
+)
+def test_blocks_without_a_visible_key_are_neither_sent_nor_missed(
+    tiny: TinyPath, owners: list[int], neighbours: bool, m: int, symmetric: bool, compress: bool
+) -> None:
+    """What the plain model gives, from the numbers that the cost formula counts and the rows that the plan names."""
+    path, n = tiny("gemma2"), len(owners)
+    owners, tokens = sorted(owners) if neighbours else owners, prompt(n, seed=n)
+    shards = [[t for t in range(n) if owners[t] == i] for i in range(4)]
+    made = Plan.by_hand(shards, m=m, symmetric=symmetric, causal=True)
+    cascade = LocalCascade(cascade_model(path), Settings(compress=compress, record=True))
+    assert float((cascade.forward(tokens, made) - plain(path, tokens)).abs().max()) <= 1e-4
+    check_seen(cascade.seen(), made)
+    shape = Shape.of(cascade.model.config, element_bytes=1)
+    assert elements(cascade) == shape.layers * layer_bytes(made, shape, "logsumexp" if compress else "paper")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_node_waits_only_for_what_it_needs(
+    tiny: TinyPath, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    """CompNode 0 ends its pass before the holder of later tokens begins; with all blocks computed, it waits."""
+    cascade, tokens = LocalCascade(cascade_model(tiny("llama"))), prompt(9)
+    run, ended, early = CompHost.run, threading.Event(), list[bool]()
+
+    def late(self: CompHost, *args: Any) -> Tensor:
+        if self.index == 1:
+            early.append(ended.wait(20.0 if causal else 0.3))
+        out = run(self, *args)
+        if self.index == 0:
+            ended.set()
+        return out
+
+    monkeypatch.setattr(CompHost, "run", late)
+    outputs = []
+    for causal in (True, False):
+        ended.clear()
+        work = Pass(new_name(), Plan.by_hand([range(5), range(5, 9)], causal=causal), keep=keep)
+        outputs.append(cascade.step(work, tokens))
+        cascade.close(work.request)
+    assert early == [True, False]
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-5)
+
+
+def test_a_model_whose_tokens_see_later_ones_refuses_to_leave_blocks_out(tiny: TinyPath) -> None:
+    cascade = LocalCascade(load_cascade_model(tiny("bert")))
+    assert not cascade.facts.causal
+    made = Plan.clustered(6, 3, alpha=2, causal=True)
+    with pytest.raises(InputError, match="tokens see later ones in layer 1; the plan needs causal=False"):
+        cascade.forward(prompt(6), made)
 
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -215,12 +281,7 @@ def test_what_is_sent_is_equation_1(tiny: TinyPath, compress: bool, symmetric: b
     cascade = LocalCascade(model, Settings(compress=compress))
     cascade.forward(tokens, made)
     shape = Shape.of(model.config, element_bytes=1)
-    elements = sum(
-        one["elements_in"] + one["elements_out"]
-        for name, one in cascade.counters().items()
-        if name.startswith("Attn")
-    )
-    assert elements == shape.layers * layer_bytes(made, shape, "logsumexp" if compress else "paper")
+    assert elements(cascade) == shape.layers * layer_bytes(made, shape, "logsumexp" if compress else "paper")
 
 
 def test_a_failing_node_fails_the_pass_and_no_other(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,42 @@ def test_nodes_without_tokens_leave_no_file(tiny: TinyPath, tmp_path: Path) -> N
     }
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_block_that_is_not_sent_is_in_no_file(tiny: TinyPath, tmp_path: Path, symmetric: bool) -> None:
+    """What is left is what nodes see of all blocks; answers that were not asked for stand as rows that see no key."""
+    path, tokens = tiny("llama"), prompt(7)
+    shards = [[0, 1, 2], [3, 6], [4, 5]]
+    found: dict[bool, Files] = {}
+    for causal in (False, True):
+        cascade = recorder(path)
+        cascade.forward(tokens, Plan.by_hand(shards, m=2, symmetric=symmetric, causal=causal))
+        found[causal], _ = written(cascade.seen(), tmp_path / str(causal))
+    made = Plan.by_hand(shards, m=2, symmetric=symmetric, causal=True)
+    nodes = [node for node in made.attn_nodes if made.held_by(node)]
+    assert set(found[False]) - set(found[True]) == {
+        f"AttnNode-{node.queries}-{node.keys}" for node in made.attn_nodes if node not in nodes
+    }
+    for node in nodes:
+        queries, keys = made.given(node)
+        whole, held = (found[causal][f"AttnNode-{node.queries}-{node.keys}"] for causal in (False, True))
+        for stream, positions in (("q", queries), ("k", keys), ("v", keys)):
+            for layer in range(1, LAYERS + 1) if positions else ():
+                one, every = held[f"{stream}-{layer}"], whole[f"{stream}-{layer}"]
+                at = [positions_of(every).index(p) for p in positions]
+                assert tuple(positions_of(one)) == positions
+                assert torch.allclose(one.states, every.states[at], atol=1e-5)
+    for i, shard in enumerate(made.shards):
+        asked = {b.keys for n in nodes for b in made.blocks(n) if set(made.asked(b)) & set(shard)}
+        for layer in range(1, LAYERS + 1):
+            every, one = (found[causal][f"CompNode-{i}"][f"attn-{layer}"] for causal in (False, True))
+            assert one.info.facts["shards"] == [list(made.splits[k]) for k in sorted(asked)]
+            assert positions_of(one) == positions_of(every) == list(shard)
+            first = WIDTH if layer == 1 else 0
+            parts = every.states[:, first:].chunk(made.beta, 1)
+            rows = torch.cat([every.states[:, :first], *(parts[k] for k in sorted(asked))], 1)
+            assert torch.allclose(one.states, rows, atol=1e-5)
+
+
 # ---- generations
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -27,15 +28,17 @@ BERT_BASE, BERT_LARGE = Shape(12, 12, 12, 64), Shape(24, 16, 16, 64)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Callable[[], Plan]:
+def plans(draw: st.DrawFn, causal: bool | None = None) -> Callable[[], Plan]:
     """(c, δ)-plans and random partitions, also with more nodes than tokens; made in the test, not in the strategy."""
     tokens, m, symmetric = draw(st.integers(1, 40)), draw(st.integers(1, 4)), draw(st.booleans())
+    causal = draw(st.booleans()) if causal is None else causal
     if draw(st.booleans()):
         alpha, c = draw(st.integers(1, 8)), draw(st.integers(1, 8))
-        return partial(Plan.clustered, tokens, c, alpha=alpha, m=m, symmetric=symmetric)
+        return partial(Plan.clustered, tokens, c, alpha=alpha, m=m, symmetric=symmetric, causal=causal)
     owners = draw(st.lists(st.integers(0, 4), min_size=tokens, max_size=tokens))
+    owners = sorted(owners) if draw(st.booleans()) else owners
     shards = [[t for t, owner in enumerate(owners) if owner == i] for i in range(5)]
-    return partial(Plan.by_hand, shards, m=m, symmetric=symmetric)
+    return partial(Plan.by_hand, shards, m=m, symmetric=symmetric, causal=causal)
 
 
 # ---- the plan
@@ -43,15 +46,22 @@ def plans(draw: st.DrawFn) -> Callable[[], Plan]:
 
 @given(plans())
 def test_every_pair_of_positions_meets_in_one_block(make: Callable[[], Plan]) -> None:
-    """Attention is complete: each query meets each key, once, at a node that holds both."""
+    """Attention is complete: each query meets each key that it may see, once, at a node that holds both."""
     one = make()
     seen: Counter[tuple[int, int]] = Counter()
     for node in one.attn_nodes:
         for block in one.blocks(node):
-            pairs = list(product(one.splits[block.queries], one.splits[block.keys]))
+            pairs = list(product(one.asked(block), one.splits[block.keys]))
             assert {p for pair in pairs for p in pair} <= set(one.held_by(node))
             seen.update(pairs)
-    assert seen == Counter(product(range(one.tokens), repeat=2))
+            every = list(product(one.splits[block.queries], one.splits[block.keys]))
+            # A block is left out as a whole, exactly where a causal model hides all of its keys.
+            useful = not one.causal or any(key <= query for query, key in every)
+            assert pairs == (every if useful else [])
+            assert (block in one.left_out) == (one.causal and not useful)
+    assert set(seen.values()) <= {1}
+    needed = {(q, k) for q, k in product(range(one.tokens), repeat=2) if k <= q or not one.causal}
+    assert needed <= set(seen)
     expected = one.beta * (one.beta + 1) // 2 if one.symmetric else one.beta**2
     assert len(one.attn_nodes) == expected
 
@@ -68,10 +78,41 @@ def test_messages_carry_a_node_its_own_rows_and_no_others(make: Callable[[], Pla
         queries.update((message.attn, p) for p in message.queries)
         answers.update((message.attn, p) for p in message.answers)
     blocks = [(node, block) for node in one.attn_nodes for block in one.blocks(node)]
-    wanted = Counter((node, p) for node, block in blocks for p in one.splits[block.queries])
+    wanted = Counter((node, p) for node, block in blocks for p in one.asked(block))
     assert answers == wanted
     assert set(queries) == set(wanted)
     assert set(queries.values()) <= {1}
+
+
+@given(plans(causal=True), st.integers(1, 12))
+def test_an_answer_finds_the_keys_of_blocks_that_were_left_out(make: Callable[[], Plan], new: int) -> None:
+    """While a request is kept, a node has the keys of each block before the first query that sees them."""
+    one = make()
+    there: dict[AttnNode, set[int]] = {node: set() for node in one.attn_nodes}
+    since = 0
+    for tokens in range(one.tokens, one.tokens + new):
+        grown = one.grown(tokens)
+        for message in grown.messages(since, keep=True):
+            assert not there[message.attn] & set(message.keys)  # each once
+            there[message.attn] |= set(message.keys)
+        for node in grown.attn_nodes:
+            for block in grown.blocks(node):
+                if grown.asked(block, since):
+                    assert set(grown.splits[block.keys]) <= there[node]
+        since = tokens
+
+
+def test_plans_of_neighbouring_tokens_leave_blocks_out_and_dealt_ones_do_not() -> None:
+    halves = Plan.clustered(16, 8, alpha=2, causal=True)
+    assert halves.left_out == (AttnNode(0, 1),)
+    # Where only CompNode 0 has a second cluster, the others lie behind each other.
+    assert len(Plan.clustered(33, 8, alpha=4, causal=True).left_out) == 3
+    assert Plan.clustered(64, 8, alpha=4, m=4, causal=True).left_out == ()
+    # CompNode 0 gets nothing back that another one has to do with.
+    assert [m.attn for m in halves.messages() if m.comp == 0 and m.answers] == [AttnNode(0, 0)]
+    assert Plan.described(halves.describe()) == halves
+    by_hand = Plan.by_hand([[0, 1], [2, 3]], causal=True)
+    assert Plan.described(by_hand.describe()) == by_hand
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 40))
@@ -174,7 +215,7 @@ def test_a_first_cluster_is_open_under_every_plan() -> None:
 # ---- cost
 
 
-@given(plans())
+@given(plans(causal=False))
 def test_extra_operations_are_counted_pair_by_pair(make: Callable[[], Plan]) -> None:
     """Every query meets every key in one block, and every number of a head's output is merged."""
     made, shape = make(), Shape(3, 4, 2, 8)
@@ -187,14 +228,19 @@ def test_extra_operations_are_counted_pair_by_pair(make: Callable[[], Plan]) -> 
 
 @given(plans(), st.sampled_from(["paper", "logsumexp"]))
 def test_equation_1_is_the_sum_of_all_messages(make: Callable[[], Plan], mode: str) -> None:
-    """It holds for the symmetric reduction too: halving the nodes saves no bytes."""
+    """It holds for the symmetric reduction too: halving the nodes saves no bytes. Leaving blocks out does."""
     one = make()
     shape = Shape(2, 6, 2, 8, 4)
     by_comp, by_attn = sent(one, shape, mode)
     assert sum(by_comp.values()) + sum(by_attn.values()) == layer_bytes(one, shape, mode)
+    whole = replace(one, causal=False)
+    assert (layer_bytes(one, shape, mode) < layer_bytes(whole, shape, mode)) == bool(
+        [b for b in one.left_out if one.splits[b.queries] or one.splits[b.keys]]
+    )
+    assert extra_operations(one, shape) <= extra_operations(whole, shape)
 
 
-@given(plans())
+@given(plans(causal=False))
 def test_equation_2(make: Callable[[], Plan]) -> None:
     one = make()
     shape, link = Shape(2, 6, 2, 8, 4), Link(1e6, 1e-3)

@@ -638,12 +638,16 @@ def test_remote_nodes_give_what_local_ones_give(
             fits = Plan.clustered(n, 2, alpha=2, m=2, symmetric=symmetric)
             difference = network.forward(prompt(n), fits) - local.forward(prompt(n), fits)
             assert float(difference.abs().max()) <= 1e-5
+        halves = Plan.clustered(11, 6, alpha=2, m=2, symmetric=symmetric, causal=local.facts.causal)
+        difference = network.forward(prompt(11), halves) - local.forward(prompt(11), made)
+        assert float(difference.abs().max()) <= 1e-5
         mask = torch.tensor([True] * 8 + [False] * 3)
         difference = network.forward(prompt(11), made, mask=mask) - local.forward(prompt(11), made, mask=mask)
         assert float(difference[mask].abs().max()) <= 1e-5
         if network.facts.head:
             expected = list(generate(local, prompt(11), made, new_tokens=5))
-            assert list(generate(network, prompt(11), made, new_tokens=5)) == expected
+            for plan in (made, halves):
+                assert list(generate(network, prompt(11), plan, new_tokens=5)) == expected
 
 
 def test_concurrent_requests_are_kept_apart(tiny: TinyPath) -> None:
@@ -662,13 +666,15 @@ def test_concurrent_requests_are_kept_apart(tiny: TinyPath) -> None:
         assert found == [answer(local, n) for n in range(2, 10)]
 
 
+@pytest.mark.parametrize("c", [2, 5])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(("compress", "mode"), [(False, "paper"), (True, "logsumexp")])
 def test_the_bytes_on_the_wire_are_equation_1(
-    tiny: TinyPath, compress: bool, mode: str, symmetric: bool
+    tiny: TinyPath, compress: bool, mode: str, symmetric: bool, c: int
 ) -> None:
     """To the byte, in all and for every node; two messages for each pair of nodes that talk in a layer."""
-    path, made = tiny("llama"), Plan.clustered(13, 2, alpha=3, m=2, symmetric=symmetric)
+    path, made = tiny("llama"), Plan.clustered(13, c, alpha=3, m=2, symmetric=symmetric, causal=True)
+    assert bool(made.left_out) == (c == 5)
     with wired(path, made, settings=Settings(compress=compress, wire=torch.bfloat16)) as network:
         out = network.forward(prompt(13), made)
         # Receipts of the last layer may still be on their way out of the counters.
@@ -680,7 +686,8 @@ def test_the_bytes_on_the_wire_are_equation_1(
     assert sum(found.values()) == shape.layers * layer_bytes(made, shape, mode)
     by_comp, by_attn = sent(made, shape, mode)
     expected = {comp_name(i): shape.layers * size for i, size in by_comp.items()}
-    assert found == expected | {attn_name(node): shape.layers * size for node, size in by_attn.items()}
+    expected |= {attn_name(node): shape.layers * size for node, size in by_attn.items()}
+    assert found == dict.fromkeys(found, 0) | expected
     # Half the bytes cost some accuracy, and no more than that.
     assert 0 < float((out - exact).norm() / exact.norm()) < 0.1
 

@@ -44,12 +44,17 @@ class Counters:
 Reply = Callable[[list[Partial] | Exception], None]
 
 
+def _ignore(parts: list[Partial] | Exception) -> None:
+    """Answer nobody: the CompNode has its receipt."""
+
+
 @dataclass
 class _Running:
     """The state of a batch at an AttnNode.
 
     Attributes:
         comps: CompNodes that send rows in each layer.
+        asked: some of them ask for an answer.
         begun: None until all rows of the first layer are here.
         arrived: by step and CompNode.
         computing: attention is being computed.
@@ -57,6 +62,7 @@ class _Running:
 
     passes: tuple[Pass, ...]
     comps: frozenset[int]
+    asked: bool
     begun: AttnBatch | None = None
     computing: bool = False
     arrived: dict[int, dict[int, tuple[Rows, Reply]]] = field(default_factory=dict)
@@ -103,7 +109,13 @@ class AttnHost:
             self.ticks += 1
             aborted = head.batch in self._aborted
             running = None if aborted else self._batch(head)
-            arrived = {} if running is None else self._arrived(running, comp, head, rows, reply)
+            receipt = running is not None and running.asked and not rows.queries.shape[1]
+            arrived = {}
+            if running is not None:
+                arrived = self._arrived(running, comp, head, rows, _ignore if receipt else reply)
+        if receipt:
+            # Whoever asks ends the batch no sooner than its rows are used, so that nobody else need wait for that.
+            reply([])
         if aborted:
             reply(NodeError(GIVEN_UP))
         elif running is None:
@@ -126,7 +138,7 @@ class AttnHost:
         finally:
             running.computing = False
         for sender, (rows, reply) in arrived.items():
-            # A CompNode without queries gets a receipt, since no further batch may begin before this one is done.
+            # Where nobody asks, all get a receipt, since no further batch may begin before this one is done.
             self.ticks += 1
             parts = answers[sender] if rows.queries.shape[1] else []
             if self.wire is not None:
@@ -141,12 +153,9 @@ class AttnHost:
         """
         running = self._running.get(head.batch)
         if running is None and head.passes is not None:
-            comps = {
-                message.comp
-                for work in head.passes
-                for message in work.plan.messages(work.since, (self.node,))
-            }
-            running = self._running[head.batch] = _Running(head.passes, frozenset(comps))
+            messages = [message for work in head.passes for message in work.messages((self.node,))]
+            comps, asked = frozenset(one.comp for one in messages), any(one.queries for one in messages)
+            running = self._running[head.batch] = _Running(head.passes, comps, asked)
             self.plans |= {work.request: work.plan for work in head.passes if work.keep}
             if self.record:
                 (work,) = head.passes
@@ -189,7 +198,7 @@ class AttnHost:
             if self.record:
                 (work,) = running.passes
                 seen = next(seen for seen in self.seen if seen.request == work.request)
-                messages = {m.comp: m for m in work.plan.messages(work.since, (self.node,))}
+                messages = {m.comp: m for m in work.messages((self.node,))}
                 record_attn(seen, messages, head.layer, taken)
             return running.begun.run(head.layer, taken, head.attention)
 

@@ -183,7 +183,7 @@ class AttnBatch:
         for work in passes:
             queries: dict[int, tuple[int, int]] = {}
             keys: dict[int, tuple[int, int]] = {}
-            for message in work.plan.messages(work.since, (node,)):
+            for message in work.messages((node,)):
                 count = counts.setdefault(message.comp, [0, 0])
                 for place, positions, rows in ((0, message.queries, queries), (1, message.keys, keys)):
                     for p in positions:
@@ -218,7 +218,7 @@ class AttnBatch:
             order = sorted(
                 (local[place][0][p][0], place, p)
                 for place, work in enumerate(passes)
-                for p in new_of(work.plan.splits[block.queries], work.since)
+                for p in work.asked(block)
             )
             to = {(place, p): i for i, (_, place, p) in enumerate(order)}
             owners = [comp for comp, _, _ in order]
@@ -226,7 +226,7 @@ class AttnBatch:
             parts: list[_Segment | _Group] = []
             single: dict[int, list[tuple[Held, _Asked]]] = {}
             for place, work in enumerate(passes):
-                asked = new_of(work.plan.splits[block.queries], work.since)
+                asked = work.asked(block)
                 if not asked:
                     continue
                 split = work.plan.splits[block.keys]

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.batching import MOST_PASSES, Batcher
-from hiddenlab.defenses.cascade.comp_host import first_position, has_head
+from hiddenlab.defenses.cascade.comp_host import first_position, has_head, is_causal
 from hiddenlab.defenses.cascade.node_state import NodeError, attn_name
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.passes import Batch, Pass, new_name
@@ -41,13 +41,15 @@ class ModelFacts:
     """The facts about a model that a driver knows without its weights.
 
     Attributes:
-        head: it gives logits. context: most tokens of a prompt. vocabulary: number of token ids.
+        head: it gives logits. causal: no token sees a later one. context: most tokens of a prompt.
+        vocabulary: number of token ids.
         padding: a token that takes no position, so that no prompt may hold it; None where every token takes one.
         signature: of the embedding table. dtype: of the weights.
     """
 
     name: str
     head: bool
+    causal: bool
     context: int | None
     vocabulary: int
     padding: int | None
@@ -62,6 +64,7 @@ class ModelFacts:
         return cls(
             name,
             has_head(model),
+            is_causal(model),
             None if places is None else places - first,
             embedding.shape[0],
             first - 1 if first else None,

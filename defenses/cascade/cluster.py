@@ -322,9 +322,9 @@ class RayCascade(NodeCascade):
 
     def _involved(self, batch: Batch) -> set[str]:
         """Return the names of the nodes that a batch needs; a dead one of the others is not its fault."""
-        plans = [work.plan for work in batch.passes]
-        comps = {comp_name(i) for plan in plans for i, shard in enumerate(plan.shards) if shard}
-        return comps | {attn_name(node) for plan in plans for node in plan.attn_nodes}
+        shards = [shards for work in batch.passes for shards in enumerate(work.plan.shards)]
+        comps = {comp_name(i) for i, shard in shards if shard}
+        return comps | {attn_name(message.attn) for work in batch.passes for message in work.messages()}
 
     def _look(self, started: float) -> tuple[list[str], bool]:
         """Return the silent nodes, and whether all stand still.

@@ -289,6 +289,8 @@ def run(
         check_new(Path(record))
     backend = replace(backend, record=record is not None)
     with backend.start(made.alpha, m, symmetric, progress) as cascade:
+        # What nodes are sent of a recorded answer is what its whole plan says, which the verdicts on them are about.
+        made = replace(made, causal=cascade.facts.causal and not (record and new_tokens))
         if new_tokens:
             result = _generation(
                 cascade, tokenizer, ids, made, new_tokens, sampling or {}, defaults, progress

@@ -19,7 +19,7 @@ from hiddenlab.defenses.cascade.node_views import Seen, record_layers, record_pa
 from hiddenlab.defenses.cascade.nodes import CompWorker, Partial
 from hiddenlab.defenses.cascade.passes import Batch
 from hiddenlab.defenses.cascade.secret_maps import LayerMaps, Secret, SecretMaps
-from hiddenlab.errors import HiddenlabError
+from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models.attention import Attention, register_attention
 from hiddenlab.sharding import AttnNode
 
@@ -139,6 +139,11 @@ def _sound(part: Partial) -> bool:
     )
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Return whether no token sees a later one, by what the parts that attend say of themselves."""
+    return all(getattr(part, "is_causal", True) for part in model.modules())
+
+
 def has_head(model: nn.Module) -> bool:
     """Return whether the model gives logits, not only hidden states."""
     return model.get_output_embeddings() is not None  # type: ignore[operator]
@@ -170,6 +175,10 @@ class _Seat:
 
     def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
         layer = self.step if layer is None else layer
+        if not attention.causal and any(work.plan.causal for work in self.batch.passes):
+            raise InputError(
+                f"tokens see later ones in layer {layer + 1}; the plan needs causal=False, so that no block is left out"
+            )
         times, started = self.host.times, time.perf_counter()
         passes = self.batch.passes if self.step == 0 else None
         head = Head(self.batch.name, self.step, layer, attention, passes)
@@ -191,7 +200,7 @@ class _Seat:
         if maps is not None:
             output = maps.restored(output)
         if self.seen is not None:
-            record_partials(self.seen, self.batch.passes[0].plan, self.comp.positions, layer, answers, maps)
+            record_partials(self.seen, self.batch.passes[0], self.comp.positions, layer, answers, maps)
         attended = output.to(q).transpose(0, 1)[None]
         merged = time.perf_counter()
         times.send += sent - started

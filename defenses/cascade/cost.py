@@ -58,20 +58,27 @@ class Link:
 
 
 def layer_bytes(plan: Plan, shape: Shape, mode: str = "paper") -> int:
-    """Return the bytes that all nodes send in one layer: βF(2dH + 2dH_KV + sH)N (Equation 1).
+    """Return the bytes that all nodes send in one layer: βF(2dH + 2dH_KV + sH)N (Equation 1), less blocks left out.
+
+    It is a sum over blocks (j, k): queries and answers of ``S_j``, keys and values of ``S_k``. Generation keeps the
+    keys of blocks that are left out, so that its pass over the prompt sends more.
 
     Args:
         plan, shape: of the prompt and the model.
         mode: ``paper`` sends row maximum and sum (s = 2) beside each partial output, ``logsumexp`` one number (s = 1).
     """
     h, kv, d = shape.heads, shape.kv_heads, shape.head_dim
-    return plan.beta * shape.element_bytes * (2 * d * h + 2 * d * kv + STATISTICS[mode] * h) * plan.tokens
+    asks, keeps = 2 * d * h + STATISTICS[mode] * h, 2 * d * kv
+    sizes = [len(split) for split in plan.splits]
+    left_out = sum(asks * sizes[block.queries] + keeps * sizes[block.keys] for block in plan.left_out)
+    return shape.element_bytes * (plan.beta * (asks + keeps) * plan.tokens - left_out)
 
 
 def layer_seconds(plan: Plan, shape: Shape, link: Link, mode: str = "paper") -> float:
     """Return the seconds of one layer's traffic, where nodes send in parallel and wait for each other (Equation 2).
 
-    An exact count replaces the formula's maxima, which are for β² nodes; without ``symmetric`` both agree.
+    An exact count replaces the formula's maxima, which are for β² nodes; without ``symmetric`` and blocks left out both
+    agree. Nodes that wait only for what they need (a causal plan) take at most as long.
     """
     by_comp, by_attn = sent(plan, shape, mode)
     slowest = max(by_comp.values(), default=0) + max(by_attn.values(), default=0)
@@ -85,7 +92,7 @@ def extra_operations(plan: Plan, shape: Shape) -> int:
     attention score, to sum exponentials within its block: H Σ |S_j| |S_k|. The paper gives their order, HN(d + N).
     """
     scores = sum(
-        len(plan.splits[block.queries]) * len(plan.splits[block.keys])
+        len(plan.asked(block)) * len(plan.splits[block.keys])
         for node in plan.attn_nodes
         for block in plan.blocks(node)
     )

@@ -169,9 +169,8 @@ def _attn(plan: Plan, node: AttnNode) -> Verdict:
     given = plan.held_by(node)
     if not given:
         return Verdict(attn_name(node), NOTHING, 0, 0, 0, plan.tokens)
-    values = sorted({p for block in plan.blocks(node) for p in plan.splits[block.keys]})
     # What is solved for between the keys may be a token whose query the node is given.
-    others = len(set(values_read(tuple(values))) - set(given))
+    others = len(set(values_read(plan.given(node)[1])) - set(given))
     missing = given[-1] + 1 - len(given)
     return Verdict(
         attn_name(node), NOT_PRIVATE, len(given), others, missing - others, plan.tokens,
@@ -251,14 +250,12 @@ def _node(verdict: Verdict) -> AttnNode:
 
 
 def _has_keys(plan: Plan, verdict: Verdict) -> bool:
-    return any(plan.splits[block.keys] for block in plan.blocks(_node(verdict)))
+    return bool(plan.given(_node(verdict))[1])
 
 
 def _keys_and_values(plan: Plan, verdict: Verdict) -> str:
     """Return ``qkv`` where an AttnNode is given queries, keys and values of the same rows, else ``kv``."""
-    blocks = plan.blocks(_node(verdict))
-    queries = {p for block in blocks for p in plan.splits[block.queries]}
-    keys = {p for block in blocks for p in plan.splits[block.keys]}
+    queries, keys = plan.given(_node(verdict))
     return "qkv" if queries == keys else "kv"
 
 

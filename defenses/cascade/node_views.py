@@ -12,10 +12,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.secret_maps import LayerMaps
 from hiddenlab.models.checkpoint import LeftOut, decoder_layers
 from hiddenlab.observation import save_observations
-from hiddenlab.sharding import AttnNode, Message, Plan, Positions
+from hiddenlab.sharding import AttnNode, Message, Positions
 from hiddenlab.truths import save_truth
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress, Site, silent
 
@@ -85,7 +86,7 @@ def record_attn(seen: Seen, messages: Mapping[int, Message], layer: int, rows: M
 
 def record_partials(
     seen: Seen,
-    plan: Plan,
+    work: Pass,
     held: Iterable[int],
     layer: int,
     answers: Mapping[AttnNode, Sequence[Partial]],
@@ -96,12 +97,12 @@ def record_partials(
     Args:
         maps: secret ones, which the node can undo.
     """
-    mine = set(held)
+    mine, plan = set(held), work.plan
     for node, parts in answers.items():
         for block, part in zip(plan.blocks(node), parts, strict=True):
             if maps is not None:
                 part = replace(part, output=maps.restored(part.output))
-            positions = tuple(p for p in plan.splits[block.queries] if p in mine)
+            positions = tuple(p for p in work.asked(block) if p in mine)
             tensors = [t if t.ndim == 3 else t[..., None] for t in part.tensors]
             rows = torch.cat([t.float().transpose(0, 1).flatten(1) for t in tensors], 1)
             # Rows that see no key have a maximum of minus infinity, which an observation cannot hold.
@@ -160,28 +161,34 @@ def joined_answers(observations: Sequence[Observation]) -> list[Observation]:
     columns: ``heads``, ``shards``, the positions of each key shard, and at layer 1 ``embed``, the embedding's width.
     """
     own = next((o for o in observations if o.info.site == Site(0, "embed")), None)
-    groups: dict[tuple[int, Any], list[Observation]] = {}
+    groups: dict[int, list[Observation]] = {}
     for one in observations:
         if one.info.site.stream == "attn":
-            groups.setdefault((one.info.site.layer, one.info.positions), []).append(one)
+            groups.setdefault(one.info.site.layer, []).append(one)
     joined = []
-    for (layer, positions), answers in groups.items():
+    for layer, answers in groups.items():
+        positions = tuple(sorted({p for answer in answers for p in answer.info.positions or ()}))
         facts = {
             "node": answers[0].info.facts["node"],
             "scheme": "cascade",
             "heads": answers[0].info.facts["heads"],
             "shards": [list(o.info.facts["keys"]) for o in answers],
         }
-        columns = [_with_totals(answer) for answer in answers]
+        columns = [_with_totals(answer, positions) for answer in answers]
         if layer == 1 and own is not None and own.info.positions == positions:
             columns.insert(0, own.states.float())
             facts["embed"] = own.states.shape[1]
-        joined.append(Observation(torch.cat(columns, 1), replace(answers[0].info, facts=facts)))
+        info = replace(answers[0].info, positions=positions, facts=facts)
+        joined.append(Observation(torch.cat(columns, 1), info))
     return joined
 
 
-def _with_totals(answer: Observation) -> Float[Tensor, "rows d"]:
-    heads, rows = int(answer.info.facts["heads"]), answer.states.float()
+def _with_totals(answer: Observation, positions: Positions) -> Float[Tensor, "rows d"]:
+    """Return m, e and u at some positions; rows that were not asked for see no key: the plan left their block out."""
+    heads, answered = int(answer.info.facts["heads"]), answer.info.positions or ()
+    rows = torch.zeros(len(positions), answer.states.shape[1])
+    rows[:, :heads] = torch.finfo(rows.dtype).min
+    rows[[positions.index(p) for p in answered]] = answer.states.float()
     if answer.info.facts["has_total"]:
         return rows
     return torch.cat([rows[:, :heads], torch.ones_like(rows[:, :heads]), rows[:, heads:]], 1)

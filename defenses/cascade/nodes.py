@@ -57,6 +57,10 @@ class Partial:
         total = None if self.total is None else self.total[:, index]
         return Partial(self.maximum[:, index], total, self.output[:, index])
 
+    def picked(self, pick: "Pick") -> "Partial":
+        """Return the rows that a ``Pick`` chooses."""
+        return self if pick.everything else Partial.of([pick(tensor) for tensor in self.tensors])
+
     def compressed(self) -> "Partial":
         """Replace maximum and sum by one logsumexp per row."""
         if self.total is None:
@@ -149,33 +153,45 @@ class CompWorker:
         self.positions: list[int] = []
         queries: dict[AttnNode, list[int]] = {}
         keys: dict[AttnNode, list[int]] = {}
-        asked: dict[int, list[int]] = {}  # by query shard, in the order in which AttnNodes answer
+        answered: dict[AttnNode, list[list[int]]] = {}  # rows of each block, in the order in which it answers
+        # The rows that the same blocks answer are merged together: all of a query shard, but for blocks left out.
+        groups: dict[tuple[tuple[AttnNode, int], ...], list[int]] = {}
         for work in passes:
             mine, plan = work.new(index), work.plan
             if not mine:
                 continue
             place = {p: len(self.positions) + i for i, p in enumerate(mine)}
             self.positions += mine
-            for message in plan.messages(work.since):
-                if message.comp == index:
-                    queries.setdefault(message.attn, []).extend(place[p] for p in message.queries)
-                    keys.setdefault(message.attn, []).extend(place[p] for p in message.keys)
-            for j, split in enumerate(plan.splits):
-                asked.setdefault(j, []).extend(place[p] for p in new_of(split, work.since) if p in place)
+            parts: dict[int, list[tuple[AttnNode, int]]] = {}  # blocks that answer, by query shard
+            for message in work.messages():
+                if message.comp != index:
+                    continue
+                node, blocks = message.attn, plan.blocks(message.attn)
+                queries.setdefault(node, []).extend(place[p] for p in message.queries)
+                keys.setdefault(node, []).extend(place[p] for p in message.keys)
+                for i, block in enumerate(blocks if message.answers else ()):
+                    rows = [place[p] for p in work.asked(block) if p in place]
+                    answered.setdefault(node, [[] for _ in blocks])[i].extend(rows)
+                    if rows:
+                        parts.setdefault(block.queries, []).append((node, i))
+            for j, those in parts.items():
+                rows = [place[p] for p in new_of(plan.splits[j], work.since) if p in place]
+                groups.setdefault(tuple(those), []).extend(rows)
         total = len(self.positions)
         self.messages = {node: bool(rows) for node, rows in queries.items()}
         self._queries = {node: Pick(rows, total) for node, rows in queries.items()}
         self._keys = {node: Pick(rows, total) for node, rows in keys.items()}
-        # For each query shard with rows of this node, which answers (AttnNode, block) are merged for it.
-        self._parts: dict[int, list[tuple[AttnNode, int]]] = {j: [] for j, rows in asked.items() if rows}
-        self.answers: dict[AttnNode, list[int]] = {}
-        for node in passes[0].plan.attn_nodes:
-            for i, block in enumerate(passes[0].plan.blocks(node)):
-                if block.queries in self._parts:
-                    self._parts[block.queries].append((node, i))
-                if self.messages.get(node):
-                    self.answers.setdefault(node, []).append(len(asked.get(block.queries, ())))
-        order = [row for j in self._parts for row in asked[j]]
+        self.answers = {node: [*map(len, answered[node])] for node, asks in self.messages.items() if asks}
+        at = {
+            (node, i): {row: at for at, row in enumerate(rows)}
+            for node in self.answers
+            for i, rows in enumerate(answered[node])
+        }
+        self._groups = [
+            [(node, i, Pick([at[node, i][row] for row in rows], len(at[node, i]))) for node, i in those]
+            for those, rows in groups.items()
+        ]
+        order = [row for rows in groups.values() for row in rows]
         back = {row: i for i, row in enumerate(order)}
         self._back = Pick([back[row] for row in range(total)], total)
 
@@ -194,7 +210,7 @@ class CompWorker:
     def merge(self, answers: Mapping[AttnNode, Sequence[Partial]]) -> Float[Tensor, "h n dv"]:
         """Merge the answers of all AttnNodes into the node's rows of the attention output."""
         merged = [
-            post_pass([answers[node][block] for node, block in parts]) for parts in self._parts.values()
+            post_pass([answers[node][i].picked(pick) for node, i, pick in parts]) for parts in self._groups
         ]
         return self._back(cat(merged))
 

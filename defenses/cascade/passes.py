@@ -5,12 +5,12 @@ over each new token.
 """
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from hiddenlab.sharding import Plan, Positions, new_of
+from hiddenlab.sharding import AttnNode, Message, Plan, Positions, new_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,14 @@ class Pass:
     def new(self, index: int) -> Positions:
         """Return the new positions that a CompNode holds."""
         return new_of(self.plan.shards[index], self.since) if index < self.plan.alpha else ()
+
+    def messages(self, nodes: Sequence[AttnNode] | None = None) -> Iterator[Message]:
+        """Yield the messages of a layer of this pass, only with some AttnNodes where they are given."""
+        return self.plan.messages(self.since, nodes, self.keep)
+
+    def asked(self, block: AttnNode) -> Positions:
+        """Return the new positions whose queries a block answers."""
+        return self.plan.asked(block, self.since)
 
     def inputs(self, index: int, tokens: Tensor) -> Tensor | None:
         """Return a CompNode's share of the new tokens' ids or embeddings; None where it has none."""

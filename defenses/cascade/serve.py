@@ -48,7 +48,7 @@ class _Replica:
         self.cascade = nodes.start(**sharding)
 
         def plan(tokens: int) -> Plan:
-            return Plan.clustered(tokens, c, **sharding)
+            return Plan.clustered(tokens, c, causal=self.cascade.facts.causal, **sharding)
 
         self.origins = origins
         self.service = Service(

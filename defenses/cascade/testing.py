@@ -38,7 +38,7 @@ class Scripted(Cascade):
     """
 
     def __init__(self) -> None:
-        self.facts = ModelFacts(NAME, True, 512, VOCABULARY, None, (), "float32")
+        self.facts = ModelFacts(NAME, True, True, 512, VOCABULARY, None, (), "float32")
         self.script: list[int] = [120]
         self.asked: list[Tensor] = []
         self.requests: list[str] = []

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from hiddenlab.defenses.cascade import cluster
 from hiddenlab.defenses.cascade.backend import Cascade, Settings
 from hiddenlab.defenses.cascade.cluster import RayCascade
 from hiddenlab.defenses.cascade.command import Backend
+from hiddenlab.defenses.cascade.cost import Shape, layer_bytes
 from hiddenlab.defenses.cascade.generate import Cancellation, generate
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
@@ -105,6 +107,28 @@ def test_a_pass_gives_what_one_process_gives(cascade: RayCascade, local: LocalCa
                 prompt(n), made, mask=hidden
             )
             assert float(difference[mask].abs().max()) <= 1e-5
+
+
+def test_blocks_that_are_left_out_are_not_missed(cascade: RayCascade, local: LocalCascade, path: str) -> None:
+    """Neither over TCP nor as Ray's objects; fewer bytes, to those of the formula."""
+    halves = Plan.clustered(12, 6, alpha=2, causal=True)
+    shape = Shape.of(load_cascade_model(path).config, element_bytes=4)
+
+    def payload() -> int:
+        return sum(one["sent_payload"] for one in cascade.counters().values())
+
+    before = payload()
+    out = cascade.forward(prompt(12), halves)
+    assert payload() - before == shape.layers * layer_bytes(halves, shape)
+    assert layer_bytes(halves, shape) == 0.75 * layer_bytes(replace(halves, causal=False), shape)
+    expected = local.forward(prompt(12), plan(12))
+    assert float((out - expected).abs().max()) <= 1e-5
+    tokens = answer(local, 12)
+    assert list(generate(cascade, prompt(12, seed=12), halves, new_tokens=6)) == tokens
+    with RayCascade(path, 2, transport="objects", timeout=TIMEOUT, cpus=0.05, loopback=True) as objects:
+        difference = objects.forward(prompt(12), halves) - expected
+        assert float(difference.abs().max()) <= 1e-5
+        assert list(generate(objects, prompt(12, seed=12), halves, new_tokens=6)) == tokens
 
 
 def test_generations_at_once_are_kept_apart(cascade: RayCascade, local: LocalCascade) -> None:
