@@ -296,6 +296,14 @@ def test_the_command_reports_the_plan(tiny_path: str) -> None:
         "by_row_matching_alone": 2, "by_missing_tokens": 14, "by_partial_sums": 14,
     }  # fmt: skip
     assert result["violations"] == []
+    assert result["cost"]["causal"]["blocks_left_out"] == 0
+    assert {result["cost"][name] for name in ("bytes_paper", "messages_per_layer")} == {
+        result["cost"]["causal"][name] for name in ("bytes_paper", "messages_per_layer")
+    }
+    neighbours = plan(18, alpha=3, c=6, model=tiny_path)["cost"]
+    assert neighbours["causal"]["blocks_left_out"] == 3
+    assert neighbours["causal"]["bytes_paper"] == neighbours["bytes_paper"] * 6 // 9
+    assert neighbours["causal"]["seconds"] < neighbours["seconds"]
     by_hand = plan(18, shards="0,2,4,6,8,10,12,14,16;1,3,5,7,9,11,13,15,17", model=tiny_path)
     assert len(by_hand["violations"]) == 16
     assert by_hand["rows"][0]["by_row_matching_alone"] == 17

@@ -186,11 +186,12 @@ class _Seat:
         self.host.ticks += 1
         self.host.layers[head.batch] = layer + 1
         wire, maps = self.host.wire, self._maps(layer, k[0], v[0])
+        self.finish()
+        ready = time.perf_counter()
         own = (q[0], k[0], v[0]) if maps is None else maps.hidden(q[0], k[0], v[0])
         for node, rows in self.comp.rows(*own).items():
             self.carrier.post(node, head, rows.to(None, wire))
         sent = time.perf_counter()
-        self.finish()
         self.owed = head
         answers = {
             node: self.carrier.collect(node, head) for node, answers in self.comp.messages.items() if answers
@@ -203,8 +204,8 @@ class _Seat:
             record_partials(self.seen, self.batch.passes[0], self.comp.positions, layer, answers, maps)
         attended = output.to(q).transpose(0, 1)[None]
         merged = time.perf_counter()
-        times.send += sent - started
-        times.wait += waited - sent
+        times.send += sent - ready
+        times.wait += ready - started + waited - sent
         times.merge += merged - waited
         self.away += merged - started
         return attended
@@ -243,7 +244,10 @@ class _Seat:
         return merged
 
     def finish(self) -> None:
-        """Take the receipts of nodes that only store what they were sent, one layer late, so that nobody waits."""
+        """Take the receipts of nodes that were not asked, one layer late, so that nobody waits.
+
+        It comes before the next layer's rows are sent, which some carriers could else bring first.
+        """
         if self.owed is not None:
             for node, answers in self.comp.messages.items():
                 if not answers:

@@ -57,7 +57,8 @@ def plan(
         all nodes that are alike), ``evidence`` (what the verdicts rest on), ``best`` (the plan that leaks least within
         the cost; None where there is none), ``plan`` (settings and node counts), ``rows`` (single attacks on each
         CompNode), ``attn`` (single attacks over all AttnNodes), ``holders`` (the CompNode of each token),
-        ``violations`` of Theorem 7.3 and ``cost``.
+        ``violations`` of Theorem 7.3 and ``cost``, by the paper's formulas for all blocks, and under ``causal`` without
+        the blocks that a causal model leaves out.
 
     Raises:
         InputError: the plan does not exist, or the model is unknown.
@@ -87,6 +88,13 @@ def plan(
     cost["extra_operations_share"] = cost["extra_operations_per_layer"] / of
     cost["seconds_per_layer"] = layer_seconds(made, shape, link)
     cost["seconds"] = shape.layers * layer_seconds(made, shape, link)
+    causal = replace(made, causal=True)
+    cost["causal"] = {
+        "blocks_left_out": len(causal.left_out),
+        "messages_per_layer": rounds(causal),
+        **{f"bytes_{mode}": shape.layers * layer_bytes(causal, shape, mode) for mode in STATISTICS},
+        "seconds": shape.layers * layer_seconds(causal, shape, link),
+    }
     owner = {position: i for i, shard in enumerate(made.shards) for position in shard}
     found = verdicts(made, _client_nodes(client), hardening)
     bound = float(cost["bytes_paper"]) if most_bytes is None and most_seconds is None else most_bytes

@@ -20,6 +20,7 @@ from hiddenlab.defenses.cascade.command import Backend
 from hiddenlab.defenses.cascade.cost import Shape, layer_bytes, layer_seconds
 from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.load import load_cascade_model
+from hiddenlab.defenses.cascade.node_state import comp_name
 from hiddenlab.errors import InputError
 from hiddenlab.models.load import DTYPES, load_config, parse_dtype, resolve_model
 from hiddenlab.models.reading import quiet_transformers
@@ -46,6 +47,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "objects": {"kind": "ray", "transport": "objects"},
 }
 ON_WIRE = ("wire", "tcp")
+KINDS = ("compute", "send", "wait", "merge")  # of a CompNode's seconds
 
 
 def bench(
@@ -58,6 +60,7 @@ def bench(
     c: int = 1,
     m: int = 1,
     symmetric: bool = False,
+    causal: bool = False,
     compress: bool = False,
     wire: str | None = None,
     repeats: int = 10,
@@ -77,14 +80,15 @@ def bench(
         alphas: numbers of CompNodes to measure with.
         backends: ``local`` (threads of this process), ``wire`` (the same over TCP), ``tcp`` and ``objects`` (Ray).
         objects_alpha: largest α for ``objects``.
+        causal: leave out blocks in which no query of a causal model sees a key.
         repeats: passes that are timed, after two that are not.
         threads: of torch in every process.
         bandwidth, latency: of a simulated network (``wire`` and ``tcp``), gigabits per second and milliseconds one way.
 
     Returns:
         ``rows``, one per setting: median seconds with the 2.5th and 97.5th percentile, the ratio to the plain model
-        in the same loop, megabytes counted on the wire and by Equation 1, the longest CompNode's seconds by kind, the
-        largest difference from the plain output, start-up time and memory of a node.
+        in the same loop, megabytes counted on the wire and by Equation 1, the longest CompNode's seconds by kind and
+        all seconds of CompNode 0, the largest difference from the plain output, start-up time and memory of a node.
     """
     kinds = [part.strip() for part in backends.split(",") if part.strip()]
     if unknown := set(kinds) - set(BACKENDS):
@@ -104,7 +108,7 @@ def bench(
                     bandwidth=None if bandwidth is None or kind not in ON_WIRE else bandwidth * 1e9 / 8,
                     latency=latency / 1e3,
                 )  # fmt: skip
-                plan = Plan.clustered(max_tokens, c, alpha=alpha, m=m, symmetric=symmetric)
+                plan = Plan.clustered(max_tokens, c, alpha=alpha, m=m, symmetric=symmetric, causal=causal)
                 started = time.perf_counter()
                 with nodes.start(alpha, m, symmetric, progress) as cascade:
                     row = {"setting": f"{kind} α={alpha}", "nodes": alpha + len(plan.attn_nodes)}
@@ -125,6 +129,7 @@ def bench(
         "c": c,
         "m": m,
         "symmetric": symmetric,
+        "causal": causal,
         "compress": compress,
         "wire": wire or "as computed",
         "network": "none" if bandwidth is None else f"{bandwidth:g} Gbit/s, {latency:g} ms one way",
@@ -278,9 +283,8 @@ def _measure(
         for name, counters in after.items()
     }
     comps = [counters for name, counters in spent.items() if name.startswith("Comp")]
-    slowest = max(
-        comps, key=lambda counters: sum(counters[key] for key in ("compute", "send", "wait", "merge"))
-    )
+    totals = [sum(counters[key] for key in KINDS) for counters in comps]
+    slowest = comps[totals.index(max(totals))]
     payload = sum(counters.get("sent_payload", 0) for counters in spent.values())
     framing = sum(counters.get("sent_framing", 0) for counters in spent.values())
     memory: dict[str, int] = getattr(cascade, "memory", dict)()
@@ -291,7 +295,8 @@ def _measure(
         "plain_seconds": statistics.median(theirs),
         "over_plain": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
         "max_difference": difference,
-        **{f"{key}_seconds": slowest[key] for key in ("compute", "send", "wait", "merge")},
+        **{f"{key}_seconds": slowest[key] for key in KINDS},
+        "first_node_seconds": sum(spent[comp_name(0)][key] for key in KINDS),
         "mb_on_wire": payload / 1e6 or None,
         "mb_framing": framing / 1e6 or None,
         "comp_memory_mb": max((v / 1e6 for k, v in memory.items() if k.startswith("Comp")), default=None),

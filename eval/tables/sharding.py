@@ -16,6 +16,7 @@ SHARDED = {
 }  # fmt: skip
 SHARD_TOKENS = 96  # the shortest prompt in which every node of the largest table holds tokens
 GAP_BUDGET = 200_000
+LAYOUTS = ("dealt", "neighbours", "relaxed")
 NODE_STREAMS = ("resid", "qkv", "kv", "q", "k", "v")
 ATTN_ROWS = (
     "AttnNodes get queries, keys and values; as in the paper (appendix M) the attacker is given the hidden states of "
@@ -254,7 +255,11 @@ def table_16(setting: Setting) -> Experiment:
 
 
 def table_17(
-    setting: Setting, shapes: str = "bert-base,bert-large", grid: str = "2/1", backend: str = "tcp"
+    setting: Setting,
+    shapes: str = "bert-base,bert-large",
+    grid: str = "2/1",
+    backend: str = "tcp",
+    layouts: str = "dealt",
 ) -> Experiment:
     """Measure Cascade's time by model size, nodes and splits (Table 17; appendix M for splits).
 
@@ -262,35 +267,42 @@ def table_17(
         shapes: shapes or models, separated by commas. The paper's are at alpha 2 without splits.
         grid: numbers of CompNodes and splits of each one's rows, as ``alpha/m``, separated by commas.
         backend: ``tcp`` (a process for each node, on Ray) or ``wire`` (threads that talk over sockets).
+        layouts: how the 128 tokens lie, separated by commas: ``dealt`` in turn as in the paper, ``neighbours`` (each
+            node holds one stretch), or ``relaxed``: the same without blocks of keys behind their queries, so that nodes
+            wait only for what they need (appendix Q, "Synchronization").
 
     Raises:
-        InputError: the grid is malformed.
+        InputError: the grid is malformed, or a layout is unknown.
     """
-    cells = []
-    for shape in shapes.split(","):
-        for alpha, m in _pairs(grid, "alpha/m", "2/1"):
-            options: dict[str, Any] = {
-                "model": shape,
-                "alphas": str(alpha),
-                "backends": backend,
-                "repeats": 100 if setting.scale == "paper" else 10,
-            }
-            options |= {} if m == 1 else {"m": m}
-            published = paper.published(paper.CASCADE_SECONDS, shape) if (alpha, m) == (2, 1) else None
-            cells.append(
-                Cell(
-                    "bench",
-                    {"bench": "cascade", "options": options},
-                    {"model": shape, "alpha": alpha, "m": m},
-                    {"seconds": published},
-                )
-            )
-    return Experiment(
-        "Table 17: Cascade by model size",
-        cells,
-        {"nodes": "nodes", "seconds": "seconds", "over_plain": "over the plain model", "mb_on_wire": "MB"},
-        ["All nodes are on one machine; the paper has a machine for each."],
-    )
+    cells, chosen = [], split_specs(layouts)
+    if wrong := [layout for layout in chosen if layout not in LAYOUTS]:
+        raise InputError(f"a layout is one of {', '.join(LAYOUTS)}, not {wrong[0]!r}")
+    for shape, (alpha, m), layout in product(shapes.split(","), _pairs(grid, "alpha/m", "2/1"), chosen):
+        options: dict[str, Any] = {
+            "model": shape,
+            "alphas": str(alpha),
+            "backends": backend,
+            "repeats": 100 if setting.scale == "paper" else 10,
+        }
+        options |= {} if m == 1 else {"m": m}
+        options |= {} if layout == "dealt" else {"c": -(-128 // alpha), "causal": layout == "relaxed"}
+        papers = (alpha, m, layout) == (2, 1, "dealt")
+        published = paper.published(paper.CASCADE_SECONDS, shape) if papers else None
+        keys = {"model": shape, "alpha": alpha, "m": m} | ({} if chosen == ["dealt"] else {"layout": layout})
+        cells.append(Cell("bench", {"bench": "cascade", "options": options}, keys, {"seconds": published}))
+    figures = {
+        "nodes": "nodes",
+        "seconds": "seconds",
+        "over_plain": "over the plain model",
+        "mb_on_wire": "MB",
+    }
+    notes = ["All nodes are on one machine; the paper has a machine for each."]
+    if chosen != ["dealt"]:
+        figures["first_node_seconds"] = "seconds of CompNode 0"
+        notes.append(
+            "Relaxed: blocks in which no query sees a key are neither sent nor computed nor waited for."
+        )
+    return Experiment("Table 17: Cascade by model size", cells, figures, notes)
 
 
 def infilled(

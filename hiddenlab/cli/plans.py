@@ -57,6 +57,13 @@ def show_plan(result: Mapping[str, Any], link: str) -> None:
         f"layer, {100 * cost['extra_operations_share']:.1f} % of those that multiply attention scores with values",
         f"row matching: from left to right over fewer than {settings['rho']} unknown tokens at a time",
     ]
+    if left_out := cost["causal"]["blocks_left_out"]:
+        needed, every = cost["causal"], count_of(settings["beta"] ** 2, "block")
+        lines.append(
+            f"a causal model sends {needed['bytes_paper'] / 1e6:.1f} MB of that, in "
+            f"{count_of(needed['messages_per_layer'], 'message')} a layer: {left_out} of {every} hold no key that "
+            "their queries see, and are left out"
+        )
     violations = result["violations"]
     if violations:
         more = f" (and {len(violations) - 1} more such gaps)" if len(violations) > 1 else ""
