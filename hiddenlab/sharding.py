@@ -247,7 +247,10 @@ class Plan:
             keep: see ``given``.
         """
         owner = {p: i for i, shard in enumerate(self.shards) for p in new_of(shard, since)}
+        new = [bool(new_of(split, since)) for split in self.splits]
         for node in self.attn_nodes if nodes is None else nodes:
+            if not (new[node.queries] or new[node.keys]):
+                continue
             queries, keys = self.given(node, since, keep)
             answers = [p for block in self.blocks(node) for p in self.asked(block, since)]
             for comp in sorted({owner[p] for p in (*queries, *keys)}):
