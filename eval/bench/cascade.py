@@ -8,6 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -80,7 +82,7 @@ def bench(
         alphas: numbers of CompNodes to measure with.
         backends: ``local`` (threads of this process), ``wire`` (the same over TCP), ``tcp`` and ``objects`` (Ray).
         objects_alpha: largest α for ``objects``.
-        causal: leave out blocks in which no query of a causal model sees a key.
+        causal: leave out blocks in which no query of a causal model sees a key, and time the plan with them beside.
         repeats: passes that are timed, after two that are not.
         threads: of torch in every process.
         bandwidth, latency: of a simulated network (``wire`` and ``tcp``), gigabits per second and milliseconds one way.
@@ -89,6 +91,8 @@ def bench(
         ``rows``, one per setting: median seconds with the 2.5th and 97.5th percentile, the ratio to the plain model
         in the same loop, megabytes counted on the wire and by Equation 1, the longest CompNode's seconds by kind and
         all seconds of CompNode 0, the largest difference from the plain output, start-up time and memory of a node.
+        Where blocks are left out, also the ratio to the same plan with all blocks in the same loop, and the seconds of
+        CompNode 0 under it.
     """
     kinds = [part.strip() for part in backends.split(",") if part.strip()]
     if unknown := set(kinds) - set(BACKENDS):
@@ -271,17 +275,22 @@ def _measure(
     expected = (output.logits if cascade.facts.head else output.last_hidden_state)[0]
     difference = float((cascade.forward(tokens, plan) - expected).abs().max())
     cascade.forward(tokens, plan)
-    before = cascade.counters()
-    ours, theirs = [], []
+    # A plan without some blocks is timed beside the same one with all of them.
+    timed = [plan, replace(plan, causal=False)] if plan.causal else [plan]
+    ours: list[list[float]] = [[] for _ in timed]
+    counted: list[dict[str, dict[str, float]]] = [{} for _ in timed]
+    theirs = []
     for i in range(repeats):
-        ours.append(_seconds(lambda: cascade.forward(tokens, plan)))
+        for one, times, total in zip(timed, ours, counted, strict=True):
+            before = cascade.counters()
+            times.append(_seconds(partial(cascade.forward, tokens, one)))
+            for name, counters in cascade.counters().items():
+                sums = total.setdefault(name, dict.fromkeys(counters, 0.0))
+                for key, value in counters.items():
+                    sums[key] += (value - before.get(name, {}).get(key, 0)) / repeats
         theirs.append(_seconds(lambda: _plain(plain, tokens)))
         progress("measuring", i + 1, repeats)
-    after = cascade.counters()
-    spent = {
-        name: {key: (value - before[name][key]) / repeats for key, value in counters.items()}
-        for name, counters in after.items()
-    }
+    spent = counted[0]
     comps = [counters for name, counters in spent.items() if name.startswith("Comp")]
     totals = [sum(counters[key] for key in KINDS) for counters in comps]
     slowest = comps[totals.index(max(totals))]
@@ -289,19 +298,27 @@ def _measure(
     framing = sum(counters.get("sent_framing", 0) for counters in spent.values())
     memory: dict[str, int] = getattr(cascade, "memory", dict)()
     return {
-        "seconds": statistics.median(ours),
-        "seconds_low": _percentile(ours, 0.025),
-        "seconds_high": _percentile(ours, 0.975),
+        "seconds": statistics.median(ours[0]),
+        "seconds_low": _percentile(ours[0], 0.025),
+        "seconds_high": _percentile(ours[0], 0.975),
         "plain_seconds": statistics.median(theirs),
-        "over_plain": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+        "over_plain": _ratio(ours[0], theirs),
+        **({"over_all_blocks": _ratio(*ours)} if plan.causal else {}),
         "max_difference": difference,
         **{f"{key}_seconds": slowest[key] for key in KINDS},
-        "first_node_seconds": sum(spent[comp_name(0)][key] for key in KINDS),
+        **{
+            name: sum(total[comp_name(0)][key] for key in KINDS)
+            for name, total in zip(("first_node_seconds", "first_node_all_blocks"), counted, strict=False)
+        },
         "mb_on_wire": payload / 1e6 or None,
         "mb_framing": framing / 1e6 or None,
         "comp_memory_mb": max((v / 1e6 for k, v in memory.items() if k.startswith("Comp")), default=None),
         "attn_memory_mb": max((v / 1e6 for k, v in memory.items() if k.startswith("Attn")), default=None),
     }
+
+
+def _ratio(ours: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 
 def _plain(model: Any, tokens: Tensor) -> None:
