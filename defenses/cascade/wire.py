@@ -170,15 +170,16 @@ class Hub:
                 buffers.append(bytes(gap))
                 padded += gap
         buffers[0] = _LENGTHS.pack(len(encoded), padded) + encoded
+        with self._lock:
+            # Counted first: whoever ends a pass with this message finds it in the counters.
+            self.sent.payload += size
+            self.sent.framing += len(buffers[0]) + padded - size
+            self.sent.messages += 1
         try:
             with lock:
                 _send_all(connection, buffers)
         except OSError as error:
             raise WireError(f"the connection from {self.name} to {peer} broke: {error}") from None
-        with self._lock:
-            self.sent.payload += size
-            self.sent.framing += len(buffers[0]) + padded - size
-            self.sent.messages += 1
 
     def close(self) -> None:
         """Close every connection."""
