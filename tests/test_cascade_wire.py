@@ -32,6 +32,7 @@ from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.remote import Mailbox, RemoteAttn, WireCascade, head_from_json, head_to_json
 from hiddenlab.defenses.cascade.wire import Hub, WireError
 from hiddenlab.errors import InputError
+from hiddenlab.eval.bench.cascade import bench
 from hiddenlab.models.attention import Attention
 from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.testing import VOCABULARY
@@ -690,6 +691,25 @@ def test_the_bytes_on_the_wire_are_equation_1(
     assert found == dict.fromkeys(found, 0) | expected
     # Half the bytes cost some accuracy, and no more than that.
     assert 0 < float((out - exact).norm() / exact.norm()) < 0.1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_bench_counts_a_plan_apart_from_the_same_with_all_blocks(tiny: TinyPath, causal: bool) -> None:
+    path = tiny("llama")
+    found = bench(
+        path, max_tokens=16, alphas="2,4", backends="wire", c=4, causal=causal, repeats=2, threads=1
+    )
+    for alpha, row in zip((2, 4), found["rows"], strict=True):
+        shape = Shape.of(load_cascade_model(path).config, element_bytes=4)
+        made = Plan.clustered(16, 4, alpha=alpha, causal=causal)
+        assert bool(made.left_out) == (causal and alpha == 4)
+        assert row["mb_on_wire"] == pytest.approx(shape.layers * layer_bytes(made, shape) / 1e6)
+        assert row["max_difference"] <= 1e-4
+        assert (
+            {"over_all_blocks", "first_node_all_blocks"} <= set(row)
+            if causal
+            else "over_all_blocks" not in row
+        )
 
 
 def test_recording_nodes_saw_what_the_plan_says(tiny: TinyPath) -> None:

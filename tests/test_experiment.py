@@ -311,6 +311,26 @@ def test_plans_are_shown_with_every_view(tiny: Callable[..., str]) -> None:
             make(setting, grid=chosen)
 
 
+def test_table_17_lays_tokens_out_as_asked() -> None:
+    """Neighbours are one stretch for each node, without needless blocks; published figures are of dealt ones."""
+    make, setting = registry.experiments.load("table-17"), Setting(limit=2)
+    found = make(setting, grid="2/1,4/2", layouts="dealt,neighbours")
+    assert [list(cell.keys.values())[1:] for cell in found.cells if cell.keys["model"] == "bert-base"] == [
+        [2, 1, "dealt"], [2, 1, "neighbours"], [4, 2, "dealt"], [4, 2, "neighbours"],
+    ]  # fmt: skip
+    options = [cell.spec["options"] for cell in found.cells]
+    assert [(one.get("c"), one.get("causal")) for one in options[:4]] == [
+        (None, None), (64, True), (None, None), (32, True),
+    ]  # fmt: skip
+    published = [cell.paper["seconds"] is not None for cell in found.cells[:4]]
+    assert published == [True, False, False, False]
+    # Cells of the paper's layout are those of a table that asks for nothing else.
+    assert make(setting).cells[0].digest == found.cells[0].digest
+    assert "layout" not in make(setting).cells[0].keys
+    with pytest.raises(InputError, match="a layout is one of dealt, neighbours, not 'heaps'"):
+        make(setting, layouts="heaps")
+
+
 # ---- the command
 
 
