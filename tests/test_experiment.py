@@ -313,7 +313,7 @@ def test_plans_are_shown_with_every_view(tiny: Callable[..., str]) -> None:
 
 def test_table_17_lays_tokens_out_as_asked() -> None:
     """Neighbours are one stretch for each node, without needless blocks; published figures are of dealt ones."""
-    make, setting = registry.experiments.load("table-17"), Setting(limit=2)
+    make, setting = registry.resolve("experiments", "table-17"), Setting(limit=2)
     found = make(setting, grid="2/1,4/2", layouts="dealt,neighbours")
     assert [list(cell.keys.values())[1:] for cell in found.cells if cell.keys["model"] == "bert-base"] == [
         [2, 1, "dealt"], [2, 1, "neighbours"], [4, 2, "dealt"], [4, 2, "neighbours"],

@@ -307,6 +307,9 @@ def table_17(
             "128 tokens. Neighbours: each CompNode holds one stretch. Blocks in which no query sees a key are "
             "neither sent nor computed nor waited for; the same plan with all blocks is timed in the same loop."
         )
+        notes.append(
+            "Ratios are of one loop; seconds of two rows are not, and depend on the machine's other work."
+        )
     return Experiment("Table 17: Cascade by model size", cells, figures, notes)
 
 
