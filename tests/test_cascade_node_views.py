@@ -67,7 +67,7 @@ def rows_of(held: Mapping[str, Observation]) -> int:
     return sum(
         len(one.states) * len(one.info.facts.get("shards", [()]))
         for name, one in held.items()
-        if name not in ("qkv-2", "kv-2")
+        if name.partition("-")[0] not in ("qkv", "kv")
     )
 
 
@@ -118,7 +118,8 @@ def expected_files(made: Plan) -> dict[str, dict[str, Positions]]:
                 for stream in "qkv"
                 for layer in range(1, LAYERS + 1)
             }
-            out[f"AttnNode-{j}-{k}"] = own | {"qkv-2" if queries == keys else "kv-2": keys}
+            joined = "qkv" if queries == keys else "kv"
+            out[f"AttnNode-{j}-{k}"] = own | {f"{joined}-{layer}": keys for layer in (1, 2)}
     return out
 
 
@@ -258,7 +259,7 @@ def test_nodes_without_tokens_leave_no_file(tiny: TinyPath, tmp_path: Path) -> N
     assert comps == {"CompNode-0", "CompNode-1"}
     assert "AttnNode-2-3" not in files
     assert set(files["AttnNode-0-3"]) == {f"q-{layer}" for layer in range(1, LAYERS + 1)}
-    assert set(files["AttnNode-3-0"]) == {"kv-2"} | {
+    assert set(files["AttnNode-3-0"]) == {"kv-1", "kv-2"} | {
         f"{s}-{layer}" for s in "kv" for layer in range(1, LAYERS + 1)
     }
 
@@ -391,7 +392,7 @@ def test_a_site_is_chosen_from_a_nodes_file(tiny: TinyPath, tmp_path: Path) -> N
     assert [one.info.site for one in load_site(comp, 1)] == [Site(1, "resid")]  # as attacks take it
     assert [one.info.site for one in load_site(comp, 1, "attn")] == [Site(1, "attn")]
     assert [one.info.site for one in load_site(comp, None, "embed")] == [Site(0, "embed")]
-    assert [one.info.site for one in load_site(attn, None, "qkv")] == [Site(2, "qkv")]
+    assert [one.info.site for one in load_site(attn, 2, "qkv")] == [Site(2, "qkv")]
     for path, layer, stream in ((comp, None, None), (comp, None, "attn"), (comp, 99, None), (attn, 1, None)):
         with pytest.raises(InputError, match=r"choose one by --layer and --stream: .* at "):
             load_site(path, layer, stream)
