@@ -114,6 +114,10 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "exfiltration-frontier": PLAIN,
             "exfiltration-hidden-seed": PLAIN,
             "exfiltration-game": PLAIN,
+            "exfiltration-forks": PLAIN,
+            "exfiltration-scores": PLAIN,
+            "exfiltration-posterior": PLAIN,
+            "exfiltration-thresholds": PLAIN,
         },
         "Which models does the lab run rightly?": {
             "architectures": PLAIN,

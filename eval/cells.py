@@ -22,7 +22,7 @@ from hiddenlab.config import AttackConfig
 from hiddenlab.errors import HiddenlabError, InputError, WorkersLostError
 from hiddenlab.eval.parallel import Crew
 from hiddenlab.records import RECORD, commit_name, finite, read_run
-from hiddenlab.report.tables import Figure
+from hiddenlab.report.tables import Figure, Scale
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.digests import digest_of
 from hiddenlab.utils.environment import describe_environment
@@ -148,6 +148,7 @@ class Experiment:
             or layer.
         curves: what the numbers at the end of figures' names are, if the picture shows figures over them.
         against: a figure over which the picture shows those before it, one point per row.
+        scales: of the two axes of ``curves``.
     """
 
     title: str
@@ -158,6 +159,7 @@ class Experiment:
     over: str | None = None
     curves: str | None = None
     against: str | None = None
+    scales: tuple[Scale, Scale] = ("log", "linear")
 
 
 def attack_cell(
@@ -252,6 +254,7 @@ def conduct(
         "over": experiment.over,
         "curves": experiment.curves,
         "against": experiment.against,
+        "scales": list(experiment.scales),
         "command": shlex.join(describe_environment()["command"]),
     }
     write_file(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")

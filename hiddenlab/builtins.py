@@ -96,6 +96,10 @@ BUILTINS: dict[str, dict[str, str]] = {
         "exfiltration-frontier": "hiddenlab.eval.tables.exfiltration:frontier",
         "exfiltration-hidden-seed": "hiddenlab.eval.tables.exfiltration:hidden_seed",
         "exfiltration-game": "hiddenlab.eval.tables.exfiltration:game",
+        "exfiltration-forks": "hiddenlab.eval.tables.honest_tokens:fork_factors",
+        "exfiltration-scores": "hiddenlab.eval.tables.honest_tokens:score_distributions",
+        "exfiltration-posterior": "hiddenlab.eval.tables.honest_tokens:posterior",
+        "exfiltration-thresholds": "hiddenlab.eval.tables.honest_tokens:thresholds",
     },
     "measures": {
         "attack": "hiddenlab.eval.measures.attack:attack",
@@ -134,6 +138,10 @@ BUILTINS: dict[str, dict[str, str]] = {
         "exfiltration-frontier": "hiddenlab.eval.measures.warden:frontier",
         "exfiltration-hidden-seed": "hiddenlab.eval.measures.exfiltration:hidden_seed",
         "exfiltration-game": "hiddenlab.eval.measures.exfiltration:game",
+        "exfiltration-thresholds": "hiddenlab.eval.measures.warden:thresholds",
+        "honest-forks": "hiddenlab.eval.measures.honest_tokens:forks",
+        "honest-scores": "hiddenlab.eval.measures.honest_tokens:scores",
+        "honest-posterior": "hiddenlab.eval.measures.honest_tokens:posterior",
         "bench": "hiddenlab.eval.measures.attack:bench",
     },
     "eval": {

@@ -330,7 +330,50 @@ def test_the_game_with_honest_looking_answers(tiny: str, home: Path) -> None:
         by_adversary[specs.ADVERSARIES[name], cells.BOTH, 3, 1.0] for name in ("seeds", "matching")
     )  # type: ignore[index]
     assert seeds["caught"] == 0 and seeds["won"] > 0.9
-    assert matching["caught"] == 1
+    assert matching["caught"] == 1 == matching["flagged"] and seeds["flagged"] == 0
+
+
+@pytest.mark.parametrize(("choose", "kind"), [("entropy", "honest"), ("free", "admissible")])
+def test_an_outsider_chooses_the_most_open_prompts(tiny: str, home: Path, choose: str, kind: str) -> None:
+    """The largest of all candidates' entropies, each of an answer made alone."""
+    options = {"count": 2, "prompt_tokens": 12, "length": 8, "adversaries": "posterior", **OPTIONS}
+    experiment = adversaries(asked(tiny), choose=choose, candidates=3, **options)
+    assert [cell.keys["prompts"][:3] for cell in experiment.cells[:2]] == ["as ", "cho"]
+    as_they_come, spec = (dict(cell.spec) for cell in experiment.cells[:2])
+    assert as_they_come == dict(adversaries(asked(tiny), **options).cells[0].spec)
+    whole = load_whole(tiny, dtype=spec["dtype"], device="cpu")
+    first, by = cells.asked(as_they_come, RULE, whole, home)
+    best, chosen = cells.asked(spec, RULE, whole, home)
+    everything = cells.requests_of({**spec, "limit": 6, "max_tokens": 12, "turns": 1, "seed": 1})
+    assert (first, by) == (everything[:2], []) and len(best) == 2
+    alone = [answers(whole, Tactic.of(kind, RULE), [one], 8)[0].entropy for one in everything]
+    places = sorted(range(6), key=lambda i: -alone[i])[:2]
+    assert {one.id for one in best} == {everything[i].id for i in places} and chosen == [
+        choose,
+        sorted(places),
+    ]
+
+
+def test_chosen_prompts_stand_beside_the_others(tiny: str, home: Path) -> None:
+    options = {
+        "count": 2,
+        "prompt_tokens": 12,
+        "choose": "entropy",
+        "candidates": 3,
+        **OPTIONS,
+        "new_tokens": 12,
+    }
+    experiment = game(asked(tiny), adversaries="posterior", bits="3", messages=9, rounds=20, **options)
+    rows = conduct("exfiltration-game", experiment, home)["rows"]
+    assert [row["keys"]["prompts"] for row in rows] == 2 * ["as they come"] + 2 * [
+        "chosen by the model's entropy"
+    ]
+    assert all(row["status"] == "measured" for row in rows), [row["reason"] for row in rows]
+    assert rows[0]["figures"]["bits_an_answer"] != rows[2]["figures"]["bits_an_answer"]
+    assert "chooses no prompts" not in experiment.notes[0] and "Chosen prompts" in experiment.notes[-1]
+    spec = {**experiment.cells[2].spec, "candidates": 200}
+    with pytest.raises(InputError, match="100 prompts, where 400 are wanted"):
+        cells.asked(spec, RULE, load_whole(tiny, device="cpu"), home)
 
 
 @pytest.mark.slow
@@ -387,6 +430,7 @@ def test_games_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
         {"adversaries": "honest;telepath"}, {"criterion": "luck"}, {"count": 0}, {"margin": 1.0}, {"level": 0.0},
         {"requests": 0}, {"sigmas": "0"}, {"thresholds": "0.5"}, {"thresholds": "-20:-1"}, {"thresholds": "-20:-1:1"},
         {"cutoffs": "-1"}, {"thresholds": "-20:-1:9000"}, {"tuning": 0.0}, {"tuning": 0.01}, {"tuning": 2.0},
+        {"choose": "luck"}, {"choose": "free", "candidates": 1},
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused(change: dict[str, Any]) -> None:

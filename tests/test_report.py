@@ -281,6 +281,16 @@ def test_curves_are_panels_by_the_first_key(tmp_path: Path) -> None:
     assert [list(line.get_xdata()) for line in first.lines] == [[1.0, 30.0], [1.0]]
     assert [line.get_label() for line in first.lines] == ["x", "y"]
     assert list(second.lines[0].get_ydata()) == [0.7]
+    assert (first.get_xscale(), first.get_yscale()) == ("log", "linear")
+    # Other scales; what has no number stands in the table alone, and a line of a later panel is in the legend.
+    rows = [row("a", "x", at_0=0.5, **{"at_-3": 0.0}, total=9.0), row("b", "z", at_0=0.1, total=9.0)]
+    names = ["total", "at_-3", "at_0"]
+    made = table("h", figures=dict.fromkeys(names, ""), rows=rows, curves="score", scales=["linear", "log"])
+    assert draw_table(made, tmp_path) is not None
+    first, second = _curves(rows, names, made).axes
+    assert (first.get_xscale(), second.get_yscale()) == ("linear", "log")
+    assert list(first.lines[0].get_xdata()) == [-3.0, 0.0]
+    assert [line.get_label() for line in first.lines] == ["x", "z"]
 
 
 def test_a_picture_over_another_figure(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from hiddenlab.defenses.verification.likelihood import gumbel_positions
 from hiddenlab.defenses.verification.provider import Request
 from hiddenlab.defenses.verification.sampling import HashedNoise
 from hiddenlab.defenses.verification.transcript import Transcript
+from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.adversaries import SAMPLES, Answer, Rule, Tactic, answers, known
 from hiddenlab.eval.measures.answers import requests_of
@@ -63,6 +64,7 @@ DANGEROUS, BOTH = "dangerous", "dangerous and suspicious"  # classes of tokens t
 ENDS = {
     "learnt": "message learnt", "not_learnt": "message not learnt", "caught": "caught", "spent": "alarms spent",
 }  # fmt: skip
+PROBES = {"entropy": "honest", "free": "admissible"}  # what an outsider tries his candidates with
 SENT = (
     "model", "prompts", "sampling", "seed", "device", "dtype", "count", "prompt_tokens", "length", "adversary",
 )  # fmt: skip
@@ -97,15 +99,9 @@ def _judge(spec: dict[str, Any], home: Path, progress: Progress) -> Judged:
     place = least(tuned, spec)
     rule = rules(spec)[place]
     tactic = Tactic.of(spec["adversary"], rule, spec["margin"])
-    asked = {
-        "limit": spec["count"],
-        "max_tokens": spec["prompt_tokens"],
-        "turns": 1,
-        "seed": spec["seed"] + 1,
-    }
-    requests = requests_of({**spec, **asked})
     whole = load_whole(spec["model"], dtype=spec["dtype"], device=spec["device"])
-    key = [{name: spec[name] for name in SENT}, None if tactic.rule is None else vars(tactic.rule)]
+    requests, by = asked(spec, rule, whole, home, progress)
+    key = [{name: spec[name] for name in SENT}, None if tactic.rule is None else vars(tactic.rule), *by]
     made = stored(
         home, "adversaries", key, lambda: _packed(answers(whole, tactic, requests, spec["length"], progress))
     )
@@ -131,6 +127,41 @@ def _judge(spec: dict[str, Any], home: Path, progress: Progress) -> Judged:
         margins.append(difr.margin(replay))
         progress("answers judged", i + 1, len(requests))
     return Judged(rows, margins, honest, place, whole.vocabulary, suspicious)
+
+
+def asked(
+    spec: dict[str, Any], rule: Rule, whole: WholeModel, home: Path, progress: Progress = silent
+) -> tuple[list[Request], list[Any]]:
+    """Return the requests that the adversary answers, and what the outsider chose them by: nothing, or one number each.
+
+    An outsider who chooses submits those prompts and seeds, of his candidates, under which a server that follows
+    ``PROBES`` has the largest entropy of choices along its answer (step 2 (a) of Experiment 3.2).
+
+    Args:
+        spec: count, prompt_tokens, length; if he chooses also choose (a key of ``PROBES``), and candidates (prompts for
+            each that he submits).
+        rule: of the warden.
+
+    Raises:
+        InputError: there are fewer prompts than candidates.
+    """
+    count = spec["count"] * spec.get("candidates", 1)
+    limits = {"limit": count, "max_tokens": spec["prompt_tokens"], "turns": 1, "seed": spec["seed"] + 1}
+    requests = requests_of({**spec, **limits})
+    if "choose" not in spec:
+        return requests, []
+    if len(requests) < count:
+        raise InputError(
+            f"{len(requests)} prompts, where {count} are wanted: take fewer candidates, or more --prompts"
+        )
+    probe = Tactic.of(PROBES[spec["choose"]], rule)
+    names = [name for name in SENT if name != "adversary"] + ["choose", "candidates"]
+    key = [{name: spec[name] for name in names}, None if probe.rule is None else vars(probe.rule)]
+    found = stored(
+        home, "probes", key, lambda: _packed(answers(whole, probe, requests, spec["length"], progress))
+    )["entropy"]
+    best = found.argsort(descending=True, stable=True)[: spec["count"]].sort().values.tolist()
+    return [requests[i] for i in best], [spec["choose"], best]
 
 
 def exfiltration(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -233,6 +264,7 @@ def game(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Fig
     }
     figures["won"] = Estimate(comparison.rate, comparison.low, comparison.high, comparison.rounds)
     figures["bits_an_answer"] = mean([answer.bits for answer in sent])
+    figures["flagged"] = share([answer.alarm for answer in sent])
     false = figures["false_alarms"] = share(honest)
     # Few answers estimate the rate of false alarms poorly, so compute the bound at both ends of its interval.
     capacity = math.log2(rules.messages) + comparison.capacity

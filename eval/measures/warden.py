@@ -205,6 +205,29 @@ def pareto(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> F
     return figures
 
 
+def thresholds(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Measure, at every threshold of one σ and without ranks, honest tokens below it or what is above it (figure 13).
+
+    Args:
+        spec: as ``calibration``, with a cutoff of 0; noise_sd; shown: false_positives, or safe_bits, which count as a
+            share of the vocabulary's.
+
+    Returns:
+        ``at_T`` for every log τ.
+    """
+    honest = calibration(spec, folder.parent.parent, progress)
+    whole, tokens = math.log2(int(honest["vocabulary"])), honest["tokens"]
+    estimates = {}
+    for threshold in spec["thresholds"]:
+        place = rules(spec).index(Rule(spec["noise_sd"], threshold, 0))
+        sums = honest["sums"][:, place, FIELDS.index(spec["shown"])]
+        bits = spec["shown"] == "safe_bits"
+        estimates[f"at_{threshold:g}"] = (
+            mean((sums / tokens / whole).tolist()) if bits else of_tokens(sums, tokens)
+        )
+    return as_figures(estimates)
+
+
 def frontier(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
     """Measure the fewest bits per token at a false positive rate, for each rank cutoff R: a column of figure 10.
 

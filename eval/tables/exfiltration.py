@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting
 from hiddenlab.eval.measures.adversaries import MARK, TRIES
-from hiddenlab.eval.measures.exfiltration import BOTH, DANGEROUS
-from hiddenlab.eval.tables.verification import base
+from hiddenlab.eval.measures.exfiltration import BOTH, DANGEROUS, PROBES
+from hiddenlab.eval.tables.verification import base, size_note
 
 Number = TypeVar("Number", int, float)
 MOST_BITS = 10**6  # of a secret
@@ -32,7 +32,7 @@ PAPER = (
 )
 
 
-def _warden(
+def warden_spec(
     setting: Setting,
     requests: int,
     most_suspicious: float,
@@ -54,9 +54,9 @@ def _warden(
             "and to judge on the same"
         )
     sigmas, thresholds = (
-        _spaced(name, text) for name, text in zip(("sigmas", "thresholds"), grid, strict=False)
+        spaced(name, text) for name, text in zip(("sigmas", "thresholds"), grid, strict=False)
     )
-    cutoffs = _listed("cutoffs", grid[2], int)
+    cutoffs = numbers("cutoffs", grid[2], int)
     if min(sigmas) <= 0 or max(thresholds) >= 0 or min(cutoffs) < 0:
         raise InputError("a grid has σ above 0, thresholds (log τ) below 0 and cutoffs from 0")
     if len(sigmas) * len(thresholds) * len(cutoffs) > MOST_SETTINGS:
@@ -101,7 +101,7 @@ def pareto(
         cutoffs: the grid's ranks R, joined by commas.
         tuning: share of the honest answers that the setting is chosen on; it is judged on the others (1: on the same).
     """
-    spec = _warden(
+    spec = warden_spec(
         setting, requests, most_suspicious, turns, new_tokens, (sigmas, thresholds, cutoffs), tuning
     )
     cells = [
@@ -154,10 +154,10 @@ def frontier(
         rates: of dangerous honest tokens, joined by commas.
     The others are those of ``exfiltration-pareto``.
     """
-    listed = _listed("rates", rates, float)
+    listed = numbers("rates", rates, float)
     if not all(0 < rate < 1 for rate in listed):
         raise InputError("false positive rates are between 0 and 1")
-    spec = _warden(
+    spec = warden_spec(
         setting, requests, most_suspicious, turns, new_tokens, (sigmas, thresholds, cutoffs), tuning
     )
     return Experiment(
@@ -185,6 +185,8 @@ def adversaries(
     adversaries: str = "",
     margin: float = 0.5,
     level: float = 0.01,
+    choose: str = "",
+    candidates: int = 4,
     requests: int = 40,
     most_suspicious: float = SUSPICIOUS,
     turns: int = 2,
@@ -202,23 +204,27 @@ def adversaries(
         adversaries: names joined by ``;``.
         margin: how much stricter the cautious adversary is than the warden, as a share of log τ.
         level: of the test by which an answer is flagged.
+        choose: by what an outsider chooses the prompts: entropy, or free (tokens); rows of both kinds of prompts.
+        candidates: prompts from which he chooses each.
     The others are those of ``exfiltration-pareto``.
     """
     names = _names(adversaries, ADVERSARIES)
     spec = {
-        **_warden(
+        **warden_spec(
             setting, requests, most_suspicious, turns, new_tokens, (sigmas, thresholds, cutoffs), tuning
         ),
         **_answers(criterion, count, prompt_tokens, length, level, margin),
     }
+    prompts, chosen = _prompts(choose, candidates)
     cells = [
         Cell(
             "exfiltration",
-            {**spec, "rate": rate, "adversary": name, "margin": margin if name == "strict" else 0.0},
-            {"adversary": ADVERSARIES[name], "dangerous up to": f"{rate:.2%}"},
+            {**spec, "rate": rate, "adversary": name, "margin": margin if name == "strict" else 0.0, **by},
+            {"adversary": ADVERSARIES[name], **key, "dangerous up to": f"{rate:.2%}"},
         )
         for rate in RATES
         for name in names
+        for by, key in prompts
     ]
     return Experiment(
         "Adversaries that hide a payload in answers, and the warden",
@@ -249,6 +255,7 @@ def adversaries(
             "noise makes of the seed's token (Theorem 2.3), with the warden's σ. 'A seed that it picks' is the first "
             f"of {TRIES} whose honest answer's first {MARK.tokens} tokens hash to {MARK.bits} bits (appendix D.5).",
             f"Margin, AUC: as in 'detection', from {length} tokens. Perplexity: range of all but 1 % honest answers.",
+            *chosen,
         ],
     )  # fmt: skip
 
@@ -278,7 +285,7 @@ def hidden_seed(
         raise InputError(f"slack is from 0 and below 1, and the criterion one of {', '.join(CRITERIA)}")
     grid = (sigmas, thresholds, cutoffs)
     spec = {
-        **_warden(setting, requests, most_suspicious, turns, new_tokens, grid, tuning),
+        **warden_spec(setting, requests, most_suspicious, turns, new_tokens, grid, tuning),
         "criterion": criterion, "slack": slack,
     }  # fmt: skip
     return Experiment(
@@ -324,6 +331,8 @@ def game(
     criterion: str = "bits",
     margin: float = 0.5,
     level: float = 0.01,
+    choose: str = "",
+    candidates: int = 4,
     requests: int = 40,
     most_suspicious: float = SUSPICIOUS,
     turns: int = 2,
@@ -347,7 +356,7 @@ def game(
     names = _names(adversaries, ADVERSARIES)
     if not adversaries.strip() or "honest" in names:
         raise InputError("a game needs an adversary; an honest provider is none")
-    sizes, shares = _listed("bits", bits, int), _listed("inspected", inspected, float)
+    sizes, shares = numbers("bits", bits, int), numbers("inspected", inspected, float)
     classes = tuple(dict.fromkeys(part.strip() for part in watched.split(";")))
     if unknown := [part for part in classes if part not in (DANGEROUS, BOTH)]:
         raise InputError(f"a warden watches {DANGEROUS} tokens, or {BOTH} ones, not {unknown[0]!r}")
@@ -360,20 +369,22 @@ def game(
     if min(messages, rounds) < 1:
         raise InputError("a game has at least one message, and at least one is played")
     spec = {
-        **_warden(setting, requests, most_suspicious, turns, new_tokens, (sigmas, thresholds, cutoffs), tuning),
+        **warden_spec(setting, requests, most_suspicious, turns, new_tokens, (sigmas, thresholds, cutoffs), tuning),
         **_answers(criterion, count, prompt_tokens, new_tokens, level, margin),
         "rate": rate, "messages": messages, "alarms": alarms, "rounds": rounds,
     }  # fmt: skip
+    prompts, chosen = _prompts(choose, candidates)
     cells = [
         Cell(
             "exfiltration-game",
             {
                 **spec, "adversary": name, "margin": margin if name == "strict" else 0.0, "bits": size,
-                "inspected": share, "watched": watch,
+                "inspected": share, "watched": watch, **by,
             },
-            {"adversary": ADVERSARIES[name], "watched": watch, "bits": size, "inspected": share},
+            {"adversary": ADVERSARIES[name], **key, "watched": watch, "bits": size, "inspected": share},
         )
         for name in names
+        for by, key in prompts
         for watch in classes
         for size in sizes
         for share in shares
@@ -384,17 +395,19 @@ def game(
         {
             "won": "adversary wins", "bound": "bound", "caught": "caught", "learnt": "secret learnt",
             "not_learnt": "not learnt", "spent": "alarms spent", "bits_an_answer": "bits an answer",
-            "used": "dishonest answers", "capacity": "capacity, bits", "false_alarms": "false alarms",
+            "flagged": "answers flagged", "used": "dishonest answers", "capacity": "capacity, bits",
+            "false_alarms": "false alarms",
         },
         [
-            f"Experiment 3.2 (Rinberg et al. 2025), {rounds} games of {messages} messages a row; here the outsider "
-            "chooses no prompts and no seeds. The warden inspects a "
-            f"share of them, chosen in secret, and may raise the alarm on {alarms:.0%} of these, at least once. It "
+            f"Experiment 3.2 (Rinberg et al. 2025), {rounds} games of {messages} messages a row"
+            f"{'' if chosen else '; here the outsider chooses no prompts and no seeds'}. The warden inspects a share "
+            f"of them, chosen in secret, and may raise the alarm on {alarms:.0%} of these, at least once. It "
             "flags an answer for more dangerous (or suspicious) tokens than honest ones have, as in 'exfiltration'. "
             "Intervals are over games (Clopper-Pearson), not over the few "
             "answers that these are played with.",
-            f"Answers are drawn, with replacement, from {requests} honest ones and {count} of the adversary's, of "
-            f"{new_tokens} tokens each, whose payloads add up; it uses as few as suffice, and guesses what is missing. "
+            f"{size_note(spec)} Answers are drawn, with replacement, from {requests} honest ones and {count} of the "
+            f"adversary's to prompts of up to {prompt_tokens} tokens, whose payloads add up; it uses as few as "
+            "suffice, and guesses what is missing. "
             "Where all these answers carry too little, no game is won but by luck, or by false alarms that spend the "
             "warden's budget.",
             "Bound: end of the paper's section 4.6, with the largest capacity of any of the adversary's answers for "
@@ -404,6 +417,7 @@ def game(
             f"{_judged_on(spec)}",
             "Dishonest answers: a game, of those that no alarm ended. Answers of 'a seed that it picks' are honest "
             "ones for the log; the bound does not hold for it, as it takes seeds for chosen by nobody (appendix D.5).",
+            *chosen,
         ],
     )  # fmt: skip
 
@@ -414,6 +428,25 @@ def _names(text: str, known: Mapping[str, str]) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in known]:
         raise InputError(f"unknown adversary {unknown[0]!r}; known are {', '.join(known)}")
     return names
+
+
+def _prompts(choose: str, candidates: int) -> tuple[list[tuple[dict[str, Any], dict[str, str]]], list[str]]:
+    """Return what specs and keys of rows have on prompts, of each kind of them, and a note on chosen ones."""
+    if not choose:
+        return [({}, {})], []
+    if choose not in PROBES or candidates < 2:
+        raise InputError(f"an outsider chooses by {' or '.join(PROBES)}, from 2 candidates on")
+    by = {"entropy": "the model's entropy", "free": "free tokens"}[choose]
+    return [
+        ({}, {"prompts": "as they come"}),
+        ({"choose": choose, "candidates": candidates}, {"prompts": f"chosen by {by}"}),
+    ], [
+        f"Chosen prompts: {candidates} times as many prompts, each with a seed, are tried first by a server that "
+        f"{'answers honestly' if choose == 'entropy' else 'chooses freely among admissible tokens'}. The outsider "
+        f"submits those along whose answers {by} came to most bits (step 2 (a) of Experiment 3.2). He knows the model, "
+        "so this is more than an outsider without it can do. They are then answered in a batch of another size, so "
+        "that answers soon leave the tried ones. The warden is calibrated on prompts as they come.",
+    ]
 
 
 def _answers(
@@ -432,7 +465,7 @@ def _answers(
     }  # fmt: skip
 
 
-def _listed(name: str, text: object, kind: type[Number]) -> list[Number]:
+def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
     """Split numbers at commas."""
     try:
         numbers = list(dict.fromkeys(kind(part) for part in str(text).split(",") if part.strip()))
@@ -443,11 +476,11 @@ def _listed(name: str, text: object, kind: type[Number]) -> list[Number]:
     return numbers
 
 
-def _spaced(name: str, text: str) -> list[float]:
+def spaced(name: str, text: str) -> list[float]:
     """Read numbers joined by commas, or ``FIRST:LAST:COUNT``: so many at equal distances."""
     if ":" not in text:
-        return _listed(name, text, float)
-    first, last, count = (_listed(name, text.replace(":", ","), float) + [0.0] * 3)[:3]
+        return numbers(name, text, float)
+    first, last, count = (numbers(name, text.replace(":", ","), float) + [0.0] * 3)[:3]
     if text.count(":") != 2 or not 2 <= count <= MOST_SETTINGS or count != int(count):
         raise InputError(f"{name} {text!r}: FIRST:LAST:COUNT with a whole count from 2, such as -20:-1:100")
     return [first + (last - first) * i / (int(count) - 1) for i in range(int(count))]

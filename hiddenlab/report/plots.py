@@ -54,9 +54,10 @@ def draw_table(table: Mapping[str, Any], folder: Path) -> Path | None:
 def table_picture(table: Mapping[str, Any], folder: Path) -> Picture | None:
     """Draw an experiment's table with its intervals; return None where a picture would show nothing.
 
-    The table chooses the form: every figure over a key (``over``), figures as curves over the numbers in their names
-    (``curves``), or figures over another one (``against``). Otherwise its first figure that is not zero everywhere is
-    drawn, as lines over layers where it has several, or as one bar for each row with the paper's figure beside it.
+    The table chooses the form: every figure over a key (``over``), figures as curves over the numbers that end their
+    names (``curves``), or figures over another one (``against``). Otherwise its first figure that is not zero
+    everywhere is drawn, as lines over layers where it has several, or as one bar for each row with the paper's figure
+    beside it.
     Nothing is drawn of a single row, or where there would be too many bars to read.
     """
     table = _printable(table)
@@ -120,9 +121,11 @@ def _table_drawing(
 
 def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapping[str, Any]) -> Any:
     """Draw a panel for each value of the first key, with a line for each of the second, over the numbers in names."""
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
     first, second = list(rows[0]["keys"])[:2]
+    names = [name for name in names if _number(name) is not None]
+    across, up = table.get("scales") or ("log", "linear")
     panels = list(dict.fromkeys(str(row["keys"][first]) for row in rows))
     lines = list(dict.fromkeys(str(row["keys"][second]) for row in rows))
     columns = min(3, len(panels))
@@ -138,18 +141,25 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
             own = [name for name in names if _value(row, name) is not None]
             n = lines.index(str(row["keys"][second]))
             axis.plot(
-                [float(name.rpartition("_")[2]) for name in own], [_value(row, name) for name in own],
+                [_number(name) for name in own], [_value(row, name) for name in own],
                 label=lines[n], linewidth=1.1, markersize=3.5, **style(n),
             )  # fmt: skip
-        axis.set_xscale("log")
+        axis.set_xscale(across)
+        axis.set_yscale(up, **({"nonpositive": "mask"} if up == "log" else {}))
         axis.xaxis.set_minor_locator(NullLocator())
-        plain(axis.xaxis)
+        if across == "linear":
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for ticks in (axis.xaxis, *([axis.yaxis] if up == "log" else [])):
+            plain(ticks)
         axis.set_title(panel if len(panel) <= 40 else f"{panel[:39]}…", loc="left", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(color="#e3e5e8", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
+    named = axes[0].get_legend_handles_labels()[1]
+    for n in (n for n, line in enumerate(lines) if line not in named):  # the legend is the first panel's
+        axes[0].plot([], [], label=lines[n], linewidth=1.1, markersize=3.5, **style(n))
     found = [value for row in rows for name in names if (value := _value(row, name)) is not None]
-    if min(found) >= 0 and max(found) <= 1:  # areas under a curve start at one half
+    if up == "linear" and min(found) >= 0 and max(found) <= 1:  # areas under a curve start at one half
         axes[0].set_ylim(0.4 if min(found) > 0.41 else 0.0, 1.03)
     for panel_below in range(
         len(panels), len(axes)
@@ -158,6 +168,14 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
             axes[panel_below - columns].xaxis.set_tick_params(labelbottom=True)
     _legend(drawing, axes[0], 3, size=8)
     return drawing
+
+
+def _number(name: str) -> float | None:
+    """Return the number at the end of a figure's name, if there is one."""
+    try:
+        return float(name.rpartition("_")[2])
+    except ValueError:
+        return None
 
 
 def _legend(drawing: Any, axis: Any, most: int, size: int = 10) -> None:

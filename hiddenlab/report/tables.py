@@ -31,6 +31,7 @@ NOT_RECORDED = "not recorded"  # the command of a table that no single command m
 NO_COMMAND = "The command was not recorded"
 NOTHING = "Nothing was measured"
 TABLE_FORMAT = 1
+Scale = Literal["log", "linear"]
 
 # Names become file names; a table must not name anything outside its folder.
 Name = Annotated[str, Field(pattern=r"\A[a-z0-9][a-z0-9-]*\z", max_length=100)]
@@ -73,6 +74,7 @@ class Table(TypedDict):
     over: NotRequired[str | None]
     curves: NotRequired[str | None]
     against: NotRequired[str | None]
+    scales: NotRequired[list[Scale]]
     command: str
 
 
