@@ -16,7 +16,7 @@ from hiddenlab.errors import NotApplicableError
 from hiddenlab.job import Case, Job, release
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.request import packs
-from hiddenlab.scoring import missing_tokens, pieces_of, score
+from hiddenlab.scoring import pieces_of, score, tokens_by_row
 from hiddenlab.summary import NOT_APPLICABLE, Sample
 from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationInfo, Progress
 from hiddenlab.utils.environment import peak_memory_mb
@@ -194,8 +194,8 @@ def sample_of(
     """Return one line of the record; None stands for what was not measured, for lack of a truth or a fitting attack.
 
     Args:
-        shown: positions that have a row, None where all have. The record counts the tokens without a row before the
-            last shown one (``missing_tokens``), and how many of them were found (``missing_tokens_right``).
+        shown: positions that have a row, None where all have. The record then counts the tokens with
+            and without a row up to the last one, and how many of each were found (``tokens_by_row``).
     """
     if truth is not None and truth.text is None:
         truth = replace(truth, text=model.text(truth.tokens))
@@ -215,8 +215,7 @@ def sample_of(
     sample["verified"] = sum(t.verified for t in tokens) / max(1, len(ids))
     if truth is not None:
         sample |= asdict(score(outcome, truth))
-        if (hidden := missing_tokens(outcome, truth, shown)) is not None:
-            sample["missing_tokens"], sample["missing_tokens_right"] = hidden
+        sample |= tokens_by_row(outcome, truth, shown)
     return {
         **sample,
         "tokens": len(ids if truth is None else truth.tokens),

@@ -53,22 +53,24 @@ def score(result: AttackResult, truth: GroundTruth) -> Score:
     return Score(**figures, verified=sure / max(1, len(truth.tokens)))
 
 
-def missing_tokens(
-    result: AttackResult, truth: GroundTruth, shown: Sequence[int] | None
-) -> tuple[int, int] | None:
-    """Count the tokens before the last row that no row shows, and how many of them were recovered.
+def tokens_by_row(result: AttackResult, truth: GroundTruth, shown: Sequence[int] | None) -> dict[str, int]:
+    """Count the tokens that have a row, those before the last row that have none, and how many of each were recovered.
 
     Args:
         shown: positions that have a row; None where all have.
 
     Returns:
-        None where every token has a row, or the truth is that of the rows alone.
+        ``held_tokens``, ``held_tokens_right``, ``missing_tokens`` and ``missing_tokens_right``. Nothing where every
+        token has a row, or the truth is that of the rows alone.
     """
     if shown is None or max(shown, default=0) >= len(truth.tokens):
-        return None
+        return {}
     aligned = dict(zip(places_of(result, truth), result.ids, strict=True))
-    hidden = set(range(max(shown, default=0))) - set(shown)
-    return len(hidden), sum(aligned.get(place) == truth.tokens[place] for place in hidden)
+    counts = dict[str, int]()
+    for name, places in (("held", set(shown)), ("missing", set(range(max(shown, default=0))) - set(shown))):
+        counts[f"{name}_tokens"] = len(places)
+        counts[f"{name}_tokens_right"] = sum(aligned.get(place) == truth.tokens[place] for place in places)
+    return counts
 
 
 def places_of(result: AttackResult, truth: GroundTruth | None) -> Sequence[int]:

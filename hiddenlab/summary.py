@@ -54,6 +54,8 @@ class _NotApplicable(_Scored):
 @with_config(CLOSED)
 class _Attacked(_Scored):
     status: Literal["attacked"]
+    held_tokens: NotRequired[Count]
+    held_tokens_right: NotRequired[Count]
     missing_tokens: NotRequired[Count]
     missing_tokens_right: NotRequired[Count]
     diagnosis: NotRequired[str]
@@ -84,6 +86,7 @@ FIGURES: dict[str, tuple[str, str]] = {
     "exact": ("exact prompts", "share"),
     "token_accuracy": ("token accuracy", "share"),
     "bag_of_tokens_recall": ("tokens in any order", "share"),
+    "held_token_accuracy": ("tokens of the shown rows", "share"),
     "missing_token_accuracy": ("tokens that no row shows", "share"),
     "rouge_l": ("ROUGE-L", "score"),
     "bleu": ("BLEU", "score"),
@@ -105,15 +108,13 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
 
     ``exact`` and ``verified`` are shares (of prompts, of all their tokens), the text scores means over prompts,
     ``epsilon`` the median of the prompts' thresholds. ``missing_token_accuracy`` is a share of the tokens before
-    the last shown row that have no row of their own; None where every token has one.
+    the last shown row that have no row of their own, and ``held_token_accuracy`` of those that have one; both are None
+    where every token has one.
     """
     done = [s for s in samples if s["status"] != NOT_APPLICABLE]
     tokens = sum(s["tokens"] for s in done)
     attack, prefill = _total(done, "seconds"), _total(done, "prefill_seconds")
     evaluated, calls = _total(done, "evaluated_tokens"), _total(done, "forward_calls")
-    unseen, hits = (
-        sum(s.get(name) or 0 for s in done) for name in ("missing_tokens", "missing_tokens_right")
-    )
     epsilons = [s["epsilon"] for s in done if s.get("epsilon") is not None]
     return {
         "prompts": len(samples),
@@ -123,7 +124,7 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
             name: _mean(done, name)
             for name in ("exact", "token_accuracy", "bag_of_tokens_recall", "rouge_l", "bleu")
         },
-        "missing_token_accuracy": hits / unseen if unseen else None,
+        **{f"{name}_token_accuracy": _share_of(done, f"{name}_tokens") for name in ("held", "missing")},
         "verified": sum(s["verified"] * s["tokens"] for s in done) / tokens if tokens else None,
         "evaluated_tokens_per_token": evaluated / tokens if evaluated is not None and tokens else None,
         "forward_calls_per_prompt": calls / len(done) if calls is not None else None,
@@ -264,6 +265,12 @@ def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _mean(samples: Sequence[Sample], name: str) -> float | None:
     values = [float(s[name]) for s in samples if s.get(name) is not None]
     return fmean(values) if values else None
+
+
+def _share_of(samples: Sequence[Sample], name: str) -> float | None:
+    """Return the share of counted tokens that are right; None where none is counted."""
+    counted, right = (sum(s.get(key) or 0 for s in samples) for key in (name, f"{name}_right"))
+    return right / counted if counted else None
 
 
 def _total(samples: Sequence[Sample], name: str) -> int | float | None:

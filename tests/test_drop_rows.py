@@ -116,6 +116,8 @@ def test_matching_a_shard_says_where_its_tokens_stand(tiny_model: LoadModel) -> 
         assert "missing_tokens" not in sample
         seen = sample_of(model, Case(0, "p", secret), secret, recovery, None, recovery.positions)
         assert (seen["missing_tokens"], seen["missing_tokens_right"]) == (4, 0)  # positions 2 to 5
+        assert (seen["held_tokens"], seen["held_tokens_right"]) == (4, right)
+        assert summarise([seen])["held_token_accuracy"] == right / 4
         assert summarise([seen])["missing_token_accuracy"] == 0.0
         assert summarise([sample])["missing_token_accuracy"] is None
         assert summarise([sample, {**seen, "missing_tokens_right": 2}])["missing_token_accuracy"] == 0.5

@@ -72,10 +72,12 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
         estimates[name] = mean([sample[name] for sample in done])
     if all("bag_of_tokens_recall" in sample for sample in done):  # records of older versions lack it
         estimates["bag_of_tokens_recall"] = mean([sample["bag_of_tokens_recall"] for sample in done])
-    if sum(unseen := [sample.get("missing_tokens") or 0 for sample in done]):
-        estimates["missing_token_accuracy"] = ratio(
-            [sample.get("missing_tokens_right") or 0 for sample in done], unseen
+    for name in ("held", "missing"):  # records of older versions lack the first
+        counts, right = (
+            [sample.get(key) or 0 for sample in done] for key in (f"{name}_tokens", f"{name}_tokens_right")
         )
+        if sum(counts):
+            estimates[f"{name}_token_accuracy"] = ratio(right, counts)
     if all(sample["prefill_seconds"] for sample in done):
         seconds, prefills = ([sample[name] for sample in done] for name in ("seconds", "prefill_seconds"))
         estimates["slowdown_vs_prefill"] = ratio(seconds, prefills)

@@ -16,6 +16,8 @@ MORE_FIGURES = {
     "top1_agreement": "share",
     "token_set": "share",
     "missing_exact": "share",
+    "control_token_accuracy": "share",
+    "beyond_control": "share",
     "missing_verified": "share",
     "missing_wrong_verified": "share",
     "same_generated": "share",

@@ -300,7 +300,7 @@ _SAMPLE = fields(
             }
         ),
     },
-    {"missing_tokens": whole(), "missing_tokens_right": whole()},
+    {f"{kind}_tokens{right}": whole() for kind in ("held", "missing") for right in ("", "_right")},
 )
 _NOT_APPLICABLE = fields(_SCORED | {"status": among("not applicable"), "reason": text})
 

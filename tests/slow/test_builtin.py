@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hiddenlab.attacks.shard_reading import ShardReading
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.load import BUILTIN_PACKAGE
+from hiddenlab.prompts import load_prompts
 from hiddenlab.proposals import store
 from hiddenlab.proposals.probe import ProbeSettings
 from hiddenlab.summary import NO_STATE
@@ -107,3 +109,19 @@ def test_what_is_no_state_of_the_layer_ends_soon(
     assert found.stop_reason == NO_STATE
     assert len(found.tokens) == len(states) and not any(token.verified for token in found.tokens)
     assert found.evaluated_tokens < 1.2 * builtin.vocab_size
+
+
+def test_rows_behind_layers_name_their_own_tokens_and_few_before(builtin: TruncatedModel) -> None:
+    channel = Channel.parse(["shard:alpha=2,c=8,node=1"])
+    prompts = [builtin.tokenize(text, 48) for text in load_prompts(limit=12)]
+    released = [channel.release(builtin, tokens)[0] for tokens in prompts if len(tokens) > 8]
+    attack = ShardReading(without="language-model").fit(released[0].info, builtin)
+    assert float(attack.measured["read_0"]) > 0.9
+    assert 0.05 < float(attack.measured["read_1"]) < 0.5
+    own = right = 0
+    for tokens, shown in zip((p for p in prompts if len(p) > 8), released, strict=True):
+        found = attack.recover(shown)
+        named = dict(zip(found.positions or range(len(found.ids)), found.ids, strict=True))
+        own += len(shown.info.positions or ())
+        right += sum(named[place] == tokens[place] for place in shown.info.positions or ())
+    assert right > 0.9 * own

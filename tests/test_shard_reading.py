@@ -1,0 +1,216 @@
+"""Shard reading: own tokens come from their rows, the beam is exact where it is wide, the control asks no other row."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiddenlab import registry
+from hiddenlab.attacks import shard_reading as module
+from hiddenlab.attacks.shard_reading import OwnText, ShardReading, extend
+from hiddenlab.attacks.shard_reading import Path as Reading
+from hiddenlab.channels import Channel
+from hiddenlab.defenses.cascade.command import Backend, run
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.eval.cells import MEASURED, NOT_RUN, Setting, conduct
+from hiddenlab.models import Request, TruncatedModel, load_model
+from hiddenlab.observation import load_site
+from hiddenlab.testing import VOCABULARY, PlainModel
+from hiddenlab.types import AttackResult, Observation
+
+LoadModel = Callable[..., TruncatedModel]
+TinyPath = Callable[..., str]
+SHARD = "shard:alpha=3,c=4,node=1"
+HELD = (4, 5, 6, 7, 16, 17, 18, 19)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROWS", 4000)
+    monkeypatch.setattr(module, "HELD_OUT", 4)
+
+
+def tokens_of(n: int, seed: int = 0, size: int = VOCABULARY) -> list[int]:
+    return torch.randint(0, size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def released(model: TruncatedModel, tokens: list[int], *specs: str) -> Observation:
+    return Channel.parse(specs).release(model, tokens, torch.Generator().manual_seed(1))[0]
+
+
+def recover(model: TruncatedModel, tokens: list[int], *specs: str, **options: Any) -> AttackResult:
+    shown = released(model, tokens, *specs)
+    return ShardReading(**options).fit(shown.info, model).recover(shown)
+
+
+# ---- what it reads
+
+
+def test_own_embeddings_are_read_and_every_position_up_to_the_last_row_is_named(
+    tiny_model: LoadModel,
+) -> None:
+    tokens = tokens_of(24)
+    found = recover(tiny_model("llama", 0, "embed"), tokens, SHARD)
+    assert len(found.ids) == 20 and found.positions is None and found.stop_reason == "complete"
+    assert [found.ids[place] for place in HELD] == [tokens[place] for place in HELD]
+    assert [found.tokens[place].row for place in HELD] == list(range(8))
+    assert {one.row for place, one in enumerate(found.tokens) if place not in HELD} == {-1}
+    assert not any(one.verified for one in found.tokens)
+
+
+@pytest.mark.parametrize(("layer", "stream"), [(1, "resid"), (2, "k")])
+def test_own_tokens_are_read_behind_layers_far_better_than_by_chance(
+    tiny_model: LoadModel, layer: int, stream: str
+) -> None:
+    model = tiny_model("llama", layer, stream)
+    shown = released(model, tokens_of(24), SHARD)
+    attack = ShardReading(reach=1, without="language-model").fit(shown.info, model)
+    assert attack.measured["read_0"] > 10 / VOCABULARY  # type: ignore[operator]
+    assert set(attack.measured) == {"read_0", "read_1", "weight_lm"}
+
+
+def test_files_of_a_hardened_cascade_are_attacked(tiny: TinyPath, tmp_path: Path) -> None:
+    path = tiny("llama", tokenizer=True)
+    prompt = "what nodes see of a prompt"
+    run(prompt, Backend(model=path, harden="client:first=1,last=1"), alpha=3, c=2, record=f"{tmp_path}/seen")
+    (shown,) = load_site(f"{tmp_path}/seen/CompNode-1.safetensors", 1, "resid")
+    model = load_model(path, 1, device="cpu")
+    found = ShardReading().fit(shown.info, model).recover(shown)
+    assert len(found.ids) == 1 + max(shown.info.positions or ())
+
+
+def test_prompts_at_once_give_what_each_gives_alone(tiny_model: LoadModel) -> None:
+    model = tiny_model("llama", 1)
+    several = [released(model, tokens_of(n, seed=n), SHARD) for n in (24, 9, 17)]
+    attack = ShardReading(beam=3).fit(several[0].info, model)
+    together = attack.recover_batch(several)
+    assert [found.ids for found in together] == [attack.recover(one).ids for one in several]
+    assert [len(found.ids) for found in together] == [20, 8, 17]
+
+
+def test_readers_learn_the_tokens_before_a_row() -> None:
+    """States that are one-hot of the own token, and in part of the one before."""
+    generator, size = torch.Generator().manual_seed(0), 12
+    tokens = torch.randint(0, size, (2600,), generator=generator)
+    places = torch.arange(26).repeat(100)
+    one_hot = torch.eye(size)
+    states = torch.cat([one_hot[tokens], 0.5 * one_hot[tokens.roll(1)]], 1)
+    text = OwnText(states, tokens, places, fitted=2080)
+    rows, targets = text.at(1, held_out=True)
+    assert len(rows) == 20 * 25 and torch.equal(rows[:, size:].argmax(1), targets)
+    readers = module.readers_of(torch.randn(size, size, generator=generator), text, 1)
+    assert [reader.right for reader in readers] == [1.0, 1.0]
+    (window, own), *_ = text.held_windows()
+    said = readers[1].log_probs(window[1:])
+    assert said.argmax(1).tolist() == own[:-1].tolist()
+    assert torch.allclose(said.exp().sum(1), torch.ones(len(said)), atol=1e-5)
+
+
+# ---- the beam
+
+
+def test_a_wide_beam_finds_what_trying_every_prompt_finds(tiny: TinyPath) -> None:
+    """The oracle runs all prompts of three tokens through the plain model."""
+    path = tiny("llama", vocab_size=12, bos_token_id=1, eos_token_id=2)
+    model = load_model(path, 1, device="cpu")
+    shown = released(model, tokens_of(3, size=12), "drop-rows:size=2,after=0")
+    attack = ShardReading(beam=200).fit(shown.info, model)
+    found, prepared = attack.recover(shown), attack.prepare(shown.info)
+    speaker = attack._speaker(model)
+    assert speaker is not None and prepared.weight in module.WEIGHTS
+    prompts = torch.tensor(list(product(range(12), repeat=3)))
+    opener = torch.tensor(speaker.opened.tokens, dtype=torch.long)
+    inputs = torch.cat([opener.expand(len(prompts), -1), prompts], 1)
+    plain = PlainModel(path).model.to(speaker.model.dtype)
+    with torch.no_grad():
+        said = plain(inputs).logits.float().log_softmax(-1)[:, len(opener) :]
+        begun = module._first(speaker)
+    row = shown.states[:1].float()
+    scores = prepared.weight * (
+        begun[prompts[:, 0]] + sum(said[:, at].gather(1, prompts[:, at + 1, None])[:, 0] for at in (0, 1))
+    )
+    for offset, reader in enumerate(prepared.readers):
+        scores = scores + reader.log_probs(row)[0, prompts[:, 2 - offset]]
+    best = prompts[scores.argmax()].tolist()
+    right = float(scores.max())
+    chosen = float(scores[(prompts == torch.tensor(found.ids)).all(1)][0])
+    assert found.ids == best or right - chosen < 1e-2  # half precision may swap near ties
+
+
+def test_paths_are_the_best_sums_of_both_parts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    following, evidence = torch.randn(3, 7, generator=generator), torch.randn(7, generator=generator)
+    paths = [Reading((i,), (0.5,), float(i), following=following[i]) for i in range(3)]
+    every = {
+        (i, t): i + 0.5 * float(following[i, t]) + float(evidence[t]) for i, t in product(range(3), range(7))
+    }
+    best = sorted(every, key=lambda pair: -every[pair])[:5]
+    longer = extend(paths, evidence, 0.5, 5)
+    assert [path.tokens for path in longer] == best
+    assert [path.score for path in longer] == pytest.approx([every[pair] for pair in best], abs=1e-5)
+    shares = (0.5 * following + evidence).softmax(-1)
+    assert [path.chances[1] for path in longer] == pytest.approx([float(shares[pair]) for pair in best])
+
+
+# ---- the control, and what it refuses
+
+
+def test_without_a_language_model_positions_without_evidence_are_left_out(tiny_model: LoadModel) -> None:
+    model, tokens = tiny_model("llama", 0, "embed"), tokens_of(24)
+    found = recover(model, tokens, SHARD, without="language-model")
+    assert found.positions == (2, 3, *HELD[:4], 14, 15, *HELD[4:])
+    control = recover(model, tokens, SHARD, without="language-model", reach=0)
+    assert control.positions == HELD and control.ids == [tokens[place] for place in HELD]
+
+
+def test_the_control_asks_the_language_model_alone(tiny_model: LoadModel) -> None:
+    """Behind given tokens the first missing one is the language model's own choice."""
+    model, tokens = tiny_model("llama", 0, "embed"), tokens_of(6)
+    shown = released(model, tokens, "drop-rows:size=1,after=4")
+    attack = ShardReading(reach=0, beam=1).fit(shown.info, model)
+    found, speaker = attack.recover(shown), attack._speaker(model)
+    assert speaker is not None
+    said = speaker.model.run([Request(speaker.opened, torch.tensor(tokens[:4]))], keep=False)[0].states[-1]
+    assert found.ids[:4] == tokens[:4] and found.ids[4] == int(said.argmax())
+
+
+def test_what_cannot_be_read_is_refused(tiny_model: LoadModel) -> None:
+    model = tiny_model("llama", 1)
+    for spec in ("seq-perm", "hidden-perm", "project:count=8"):
+        with pytest.raises(NotApplicableError, match="shard-reading needs"):
+            recover(model, tokens_of(8), spec)
+    for options in ({"reach": -1}, {"beam": 0}, {"batch": 0}, {"without": "rows"}):
+        with pytest.raises(InputError):
+            ShardReading(**options)
+
+
+# ---- the experiment
+
+
+def test_the_experiment_sets_every_row_beside_its_control(tiny: TinyPath, tmp_path: Path) -> None:
+    make = registry.resolve("experiments", "hardened-shards")
+    setting = Setting(model=tiny("llama", tokenizer=True), layers=(1,), limit=2, max_tokens=24, device="cpu")
+    experiment = make(setting, alphas="2", c=3)
+    (tmp_path / "none").mkdir()
+    empty = conduct("hardened-shards", experiment, tmp_path / "none", measure=False)["rows"]
+    assert [row["status"] for row in empty] == [NOT_RUN]
+    (row,) = conduct("hardened-shards", experiment, tmp_path / "eval")["rows"]
+    assert row["keys"] == empty[0]["keys"] == {
+        "client layers": 1, "alpha": 2, "c": 3, "rows held": "12 of 24"
+    }  # fmt: skip
+    assert row["status"] == MEASURED
+    read, control, beyond = (
+        row["figures"][name]["value"]
+        for name in ("missing_token_accuracy", "control_token_accuracy", "beyond_control")
+    )
+    assert beyond == pytest.approx((read - control) / (1 - control))
+    assert 0 <= row["figures"]["held_token_accuracy"]["value"] <= 1
+
+
+@pytest.mark.parametrize("alphas", ["1", "x", "2,"])
+def test_a_wrong_alpha_is_refused(tiny: TinyPath, alphas: str) -> None:
+    with pytest.raises(InputError, match="whole number from 2"):
+        registry.resolve("experiments", "hardened-shards")(Setting(model=tiny("llama")), alphas=alphas)
