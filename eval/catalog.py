@@ -64,6 +64,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "gap": Effort("minutes"),  # docs/results/tables/gap.json: 853 s
             "gap-plans": PLAIN,
             "hardened-shards": PLAIN,
+            "secret-coordinates": PLAIN,
             # docs/log/007-cascade-partial-sums.md: 40 minutes of training on one thread.
             "figure-2": TRAINED,
             "table-5": TRAINED,

@@ -78,6 +78,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "gap-plans": "hiddenlab.eval.tables.sharding:gap_plans",
         "partial-sums": "hiddenlab.eval.tables.sharding:partial_sums",
         "hardened-shards": "hiddenlab.eval.tables.hardening:hardened_shards",
+        "secret-coordinates": "hiddenlab.eval.tables.hardening:secret_coordinates",
         "detection": "hiddenlab.eval.tables.verification:detection",
         "activations": "hiddenlab.eval.tables.fingerprints:activations",
         "fingerprint-pareto": "hiddenlab.eval.tables.fingerprints:fingerprint_pareto",

@@ -26,12 +26,7 @@ def hardened_shards(setting: Setting, alphas: str | int = "2,4,8", c: int = 8) -
     options: dict[str, Any] = {"max_tokens": tokens, "limit": setting.source(limit=20)["limit"]}
     cells = list[Cell]()
     for alpha in map(_alpha, split_specs(str(alphas))):
-        node = alpha // 2
-        held = Plan.clustered(tokens, c, alpha=alpha).shards[node]
-        if not held:
-            raise InputError(
-                f"CompNode {node} of {alpha} holds no token of {tokens}; take smaller alphas or c"
-            )
+        held, node = _held(tokens, alpha, c), alpha // 2
         channel = f"shard:alpha={alpha},c={c},node={node}"
         plan = {"alpha": alpha, "c": c, "rows held": f"{len(held)} of {held[-1] + 1}"}
         for layer in setting.at((1, 2, 4, 8)):
@@ -60,6 +55,58 @@ def hardened_shards(setting: Setting, alphas: str | int = "2,4,8", c: int = 8) -
         ],
         fold=_beyond,
     )  # fmt: skip
+
+
+def secret_coordinates(setting: Setting, alphas: str | int = "4,8", c: int = 8) -> Experiment:
+    """Measure what an AttnNode reads from scores of rows with themselves, behind secret coordinates (``secret-maps``).
+
+    Layers (``--layers``) are those that the client computes before; 0 is none.
+
+    Args:
+        alphas: numbers of CompNodes, separated by commas. c: tokens of a cluster.
+
+    Raises:
+        InputError: an alpha is no whole number from 2, or the node in the middle holds nothing.
+    """
+    tokens = shard_tokens(setting)
+    options: dict[str, Any] = {"max_tokens": tokens, "limit": setting.source(limit=20)["limit"]}
+    cells = list[Cell]()
+    for alpha in map(_alpha, split_specs(str(alphas))):
+        held, node = _held(tokens, alpha, c), alpha // 2
+        channel = f"shard:alpha={alpha},c={c},m=1,queries={node},keys={node}"
+        for layer in setting.at((0, 1, 2, 6)):
+            keys = {"client layers": layer, "alpha": alpha, "c": c, "rows": len(held)}
+            cells.append(
+                attack_cell(setting, keys, layer + 1, channel, attack="self-scores", stream="qkv", **options)
+            )
+    return Experiment(
+        "What scores of rows with themselves tell an AttnNode behind secret coordinates",
+        cells,
+        {
+            "held_token_accuracy": "own tokens right", "missing_token_accuracy": "others' tokens right",
+            "seconds_per_prompt": "seconds a prompt",
+        },
+        [
+            f"Prompts of up to {tokens} tokens. AttnNode (j, j) in the middle of the plan gets queries and keys of its "
+            "rows in secret coordinates, which leave scores as they are; so the attack sees rows without them here "
+            "(tests/test_self_scores.py holds both against each other).",
+            "Behind no layer of the client the scores of each token stand in a table; behind others a regression on "
+            "own text reads them. Other scores and values are not looked at.",
+        ],
+    )  # fmt: skip
+
+
+def _held(tokens: int, alpha: int, c: int) -> tuple[int, ...]:
+    """Return the positions of the node in the middle.
+
+    Raises:
+        InputError: there are none.
+    """
+    node = alpha // 2
+    held = Plan.clustered(tokens, c, alpha=alpha).shards[node]
+    if not held:
+        raise InputError(f"CompNode {node} of {alpha} holds no token of {tokens}; take smaller alphas or c")
+    return held
 
 
 def _alpha(text: str) -> int:
