@@ -1,5 +1,6 @@
 """A hardened Cascade gives what the plain model gives, and its nodes get nothing of the client's layers."""
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,14 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hiddenlab.attacks.self_scores import SelfScores
 from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.command import Backend, run
-from hiddenlab.defenses.cascade.exposure import NOT_MEASURED, NOT_PRIVATE
+from hiddenlab.defenses.cascade.exposure import NOT_MEASURED, NOT_PRIVATE, attack_on, verdicts
 from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.hardening import ClientLayers, Hardening, SecretCoordinates
 from hiddenlab.defenses.cascade.load import load_cascade_model, plain_outputs
 from hiddenlab.defenses.cascade.planning import plan
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.models import load_model
 from hiddenlab.observation import load_observations
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY, byte_tokenizer
@@ -223,14 +226,44 @@ def test_an_attnnode_gets_other_rows_each_time_but_the_same_scores(tiny: TinyPat
             assert torch.allclose(bare[stream], part[stream], atol=2e-3)
 
 
-def test_the_plan_says_what_is_not_measured_behind_secret_maps(tiny: TinyPath) -> None:
-    bare, mapped = (
-        plan(24, alpha=3, c=2, model=tiny("llama"), harden=spec) for spec in (None, "secret-maps")
+def test_the_plan_says_what_was_measured_behind_secret_maps(tiny: TinyPath) -> None:
+    path = tiny("llama")
+    bare, mapped, both = (
+        plan(24, alpha=3, c=2, model=path, harden=spec)
+        for spec in (None, "secret-maps", f"{ENDS}|secret-maps")
     )
     comps = slice(0, 3)
     assert bare["verdicts"][comps] == mapped["verdicts"][comps]  # they know the maps
-    assert {one["status"] for one in mapped["verdicts"][3:]} == {NOT_MEASURED}
+    for one in mapped["verdicts"][3:]:
+        j, k = (int(n) for n in re.findall(r"\d+", one["node"]))
+        # Scores of rows with themselves: only where queries and keys are of the same rows.
+        assert one["status"] == (NOT_PRIVATE if j == k else NOT_MEASURED) and one["others"] == 0
+        assert one["evidence"] == ("self scores" if j == k else None)
+        assert ("read" in one["sentence"]) == (j == k)
+    assert any("secret-coordinates" in line for line in mapped["evidence"])
+    assert {one["status"] for one in both["verdicts"]} == {NOT_MEASURED} and both["evidence"] == []
     assert bare["cost"] == mapped["cost"]
+
+
+def test_a_recorded_run_names_the_attack_on_secret_maps(tiny: TinyPath, tmp_path: Path) -> None:
+    path = tiny("llama", tokenizer=True)
+    made = Plan.clustered(8, 2, alpha=2, symmetric=True)
+    found = verdicts(made, hardening=Hardening.parse("secret-maps"))
+    worst = next(one for one in found if one.evidence == "self scores" and one.own == 8)
+    assert attack_on(made, worst) == ("self-scores", 1, "qkv")
+    run(
+        "8 tokens",
+        Backend(model=path, harden="secret-maps"),
+        alpha=2,
+        c=2,
+        symmetric=True,
+        record=f"{tmp_path}/s",
+    )
+    seen = load_observations(f"{tmp_path}/s/AttnNode-0-1.safetensors")
+    model = load_model(path, 1, stream="qkv", device="cpu")
+    (one,) = [o for o in seen if o.info.site == Site(1, "qkv")]
+    read = SelfScores().fit(one.info, model).recover(one)
+    assert [token.token for token in read.tokens] == byte_tokenizer()("8 tokens")["input_ids"]
 
 
 def test_the_secret_is_in_no_text() -> None:

@@ -134,6 +134,13 @@ def test_figures_are_those_of_the_stored_tables() -> None:
     assert {row["figures"]["missing_token_accuracy"]["n"] for row in sums} == {
         EVIDENCE["partial sums"].prompts
     }
+    scores = [
+        row["figures"]["held_token_accuracy"]
+        for row in json.loads((TABLES / "secret-coordinates.json").read_text())["rows"]
+        if row["keys"]["client layers"] == 0
+    ]
+    assert EVIDENCE["self scores"].figure == min(figure["value"] for figure in scores)
+    assert EVIDENCE["self scores"].prompts == scores[0]["n"]
     gaps = [
         row["figures"]["missing_token_accuracy"]
         for row in json.loads((TABLES / "gap-plans.json").read_text())["rows"]

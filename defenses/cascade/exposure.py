@@ -60,6 +60,10 @@ EVIDENCE = {
         "missing-tokens", "gaps between keys and values at layer 2", 0.956, 20,
         "hiddenlab eval gap-plans --limit 20 --set attacks=missing-tokens --set grid=1/4 --set streams=qkv,v",
     ),
+    "self scores": Evidence(
+        "self-scores", "an AttnNode's own tokens, from scores of rows with themselves at layer 1", 1.0, 20,
+        "hiddenlab eval secret-coordinates",
+    ),
     # Of the tokens up to the node's last row, its own and the missing ones; a quarter of them are its own.
     "rows of values": Evidence(
         "missing-tokens", "tokens up to an AttnNode's last row, its own among them, from its values", 0.955, 20,
@@ -124,11 +128,11 @@ def verdicts(plan: Plan, client: Collection[int] = (), hardening: Hardening = NO
         raise InputError(f"there is no CompNode {wrong[0]}; the plan has 0 to {plan.alpha - 1}")
     comps = [_comp(plan, i, i in client) for i in range(plan.alpha)]
     attns = [_attn(plan, node) for node in plan.attn_nodes]
-    maps = hardening.secret_maps is not None
     if hardening.first_layer:
         comps = [_unmeasured(one, one.own == one.tokens) for one in comps]
-    if hardening.first_layer or maps:
-        attns = [_unmeasured(one, one.own == one.tokens and not maps) for one in attns]
+        attns = [_unmeasured(one, one.own == one.tokens) for one in attns]
+    if hardening.secret_maps is not None:
+        attns = [_behind_maps(plan, one, hardening.first_layer) for one in attns]
     return comps + attns
 
 
@@ -144,6 +148,17 @@ def _unmeasured(verdict: Verdict, all_rows: bool) -> Verdict:
     return replace(
         verdict, status=status, others=0, not_measured=verdict.not_measured + verdict.others, evidence=None
     )
+
+
+def _behind_maps(plan: Plan, verdict: Verdict, first_layer: int) -> Verdict:
+    """Return the verdict on an AttnNode that is given rows in secret coordinates.
+
+    At the first layer it reads its own tokens where it has queries and keys of the same rows.
+    """
+    found = _unmeasured(verdict, False)
+    if found.status == NOTHING or first_layer or _keys_and_values(plan, verdict) != "qkv":
+        return found
+    return replace(found, status=NOT_PRIVATE, evidence="self scores")
 
 
 def _comp(plan: Plan, node: int, client: bool) -> Verdict:
@@ -237,7 +252,8 @@ def attack_on(plan: Plan, verdict: Verdict, first_layer: int = 0) -> tuple[str, 
     if verdict.evidence is not None:
         attack = EVIDENCE[verdict.evidence].attack
         if not verdict.comp:
-            return attack, 2, _keys_and_values(plan, verdict)
+            layer = 1 if verdict.evidence == "self scores" else 2
+            return attack, layer, _keys_and_values(plan, verdict)
         return attack, 1, "attn" if verdict.evidence == "partial sums" else "resid"
     # Its own tokens: from states, or from whatever an AttnNode is given.
     if verdict.comp:
@@ -283,6 +299,8 @@ def sentence(group: Sequence[Verdict]) -> str:
         what = f"{'are' if many else 'is'} the client's, who knows the prompt"
     elif one.comp and one.own == one.tokens:
         what = f"{'hold' if many else 'holds'} the whole prompt"
+    elif not one.comp and one.status == NOT_MEASURED:
+        what = f"{'get' if many else 'gets'} q, k or v of {_range(v.own for v in group)} of {total}, not measured in this form"
     elif not one.comp:
         own, get = _range(v.own for v in group), "they get" if many else "it gets"
         what = f"{read} the {own} of {total} whose q, k or v {get}"
@@ -339,9 +357,8 @@ def _range(values: Iterable[int]) -> str:
 def evidence_lines(found: Sequence[Verdict]) -> list[str]:
     """Return for each attack that some verdict rests on what was measured, and by which command."""
     used = dict.fromkeys(one.evidence for one in found if one.evidence is not None)
-    used |= dict.fromkeys(
-        ["rows of values"] * any(not one.comp and one.status == NOT_PRIVATE for one in found)
-    )
+    by_values = [one for one in found if not one.comp and one.status == NOT_PRIVATE]
+    used |= dict.fromkeys(["rows of values"] * any(one.evidence != "self scores" for one in by_values))
     return [
         f"{it.at}: {100 * it.figure:g} % read, {it.prompts} prompts ({it.command})"
         for it in (EVIDENCE[key] for key in used)

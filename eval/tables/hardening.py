@@ -82,16 +82,13 @@ def secret_coordinates(setting: Setting, alphas: str | int = "4,8", c: int = 8) 
     return Experiment(
         "What scores of rows with themselves tell an AttnNode behind secret coordinates",
         cells,
-        {
-            "held_token_accuracy": "own tokens right", "missing_token_accuracy": "others' tokens right",
-            "seconds_per_prompt": "seconds a prompt",
-        },
+        {"held_token_accuracy": "own tokens right", "seconds_per_prompt": "seconds a prompt"},
         [
             f"Prompts of up to {tokens} tokens. AttnNode (j, j) in the middle of the plan gets queries and keys of its "
             "rows in secret coordinates, which leave scores as they are; so the attack sees rows without them here "
             "(tests/test_self_scores.py holds both against each other).",
             "Behind no layer of the client the scores of each token stand in a table; behind others a regression on "
-            "own text reads them. Other scores and values are not looked at.",
+            "own text reads them, without a language model. Other scores and values are not looked at.",
         ],
     )  # fmt: skip
 
