@@ -300,7 +300,8 @@ def sentence(group: Sequence[Verdict]) -> str:
     elif one.comp and one.own == one.tokens:
         what = f"{'hold' if many else 'holds'} the whole prompt"
     elif not one.comp and one.status == NOT_MEASURED:
-        what = f"{'get' if many else 'gets'} q, k or v of {_range(v.own for v in group)} of {total}, not measured in this form"
+        own, get = _range(v.own for v in group), "get" if many else "gets"
+        what = f"{get} q, k or v of {own} of {total}, not measured in this form"
     elif not one.comp:
         own, get = _range(v.own for v in group), "they get" if many else "it gets"
         what = f"{read} the {own} of {total} whose q, k or v {get}"
