@@ -43,6 +43,8 @@ def hardened_shards(setting: Setting, alphas: str | int = "2,4,8", c: int = 8) -
             "seconds_per_prompt": "seconds a prompt",
         },
         [
+            f"Model {setting.model}; {options['limit']} prompts ({setting.prompts or 'the shipped ones'}); regressions "
+            "on 12,000 rows of the attacker's own text, the documentation and source of Python's standard library.",
             f"Prompts of up to {tokens} tokens. The CompNode is the one in the middle of the plan. Others' tokens are "
             "those before its last row that it has no row of; rows held are of as many positions.",
             "The attack reads the states behind the client's layers by regressions on own text, and a language model "
