@@ -4,7 +4,8 @@ An AttnNode of a hardened Cascade gets queries ``q R`` and keys ``k R⁻ᵀ`` wi
 (``defenses/cascade/secret_maps.py``). It must be able to compute scores, so ``q·k`` is the same as without. The score
 of a row with itself does not depend on its position either, where positions rotate queries and keys alike. At the first
 layer it depends on one token alone: one number for each query head names it, by a table over the vocabulary. At deeper
-layers a regression on rows of the attacker's own text reads what is left of it.
+layers, and in models that add positions to embeddings (GPT-2), a regression on rows of the attacker's own text reads
+what is left of it.
 """
 
 import time
@@ -47,6 +48,7 @@ class SelfScores(Attack):
 
     def _forget(self) -> None:
         vars(self).pop("_table", None)
+        vars(self).pop("_token_alone", None)
         vars(self).pop("_reader", None)
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
@@ -55,7 +57,7 @@ class SelfScores(Attack):
                 f"this attack reads queries and keys of the same rows (--stream qkv), not {info.site.stream}"
             )
         started = time.perf_counter()
-        _ = self._table if info.site.layer == 1 else self._reader
+        _ = self._table if self._token_alone else self._reader
         return {"preparation_seconds": time.perf_counter() - started}
 
     @cached_property
@@ -73,6 +75,15 @@ class SelfScores(Attack):
         queries = rows[:, : heads * d].unflatten(1, (kv, heads // kv, d))
         keys = rows[:, heads * d : (heads + kv) * d].unflatten(1, (kv, 1, d))
         return (queries * keys).sum(-1).flatten(1)
+
+    @cached_property
+    def _token_alone(self) -> bool:
+        """Whether scores depend on the token alone: at the first layer, where its position is not added to it."""
+        if self.model.site.layer != 1:
+            return False
+        twice = torch.full((2,), self.model.vocab_size // 2, device=self.model.device)
+        first, second = self._scores(self.model.encode(twice).float())
+        return torch.allclose(first, second, rtol=1e-2, atol=1e-2 * float(first.norm()))
 
     @cached_property
     def _table(self) -> Float[Tensor, "v h"]:
@@ -101,7 +112,7 @@ class SelfScores(Attack):
         """Recover one prompt, in the order of its rows."""
         started = time.perf_counter()
         scores = self._scores(observation.states.to(self.model.device).float())
-        if observation.info.site.layer == 1:
+        if self._token_alone:
             near, tokens = torch.cdist(scores, self._table).topk(2, dim=1, largest=False)
             distances, margins = near[:, 0] / scores.norm(dim=1).clamp(min=1e-9), near[:, 1] - near[:, 0]
         else:

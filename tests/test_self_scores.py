@@ -59,6 +59,13 @@ def test_deeper_layers_are_read_by_a_regression(tiny_model: LoadModel) -> None:
     assert torch.allclose(scores, again, rtol=1e-3, atol=1e-4)  # so it reads the same behind any maps
 
 
+def test_a_table_serves_only_where_scores_depend_on_the_token_alone(tiny_model: LoadModel) -> None:
+    for architecture, alone in (("llama", True), ("gpt_neox", True), ("gpt2", False)):
+        model = tiny_model(architecture, 1, "qkv")
+        attack = SelfScores(rows=96).fit(released(model).info, model)
+        assert attack._token_alone == alone and ("_reader" in vars(attack)) != alone
+
+
 def test_other_rows_are_not_applicable(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1, "v")
     observation = Channel.parse([]).release(model, PROMPT, torch.Generator().manual_seed(1))[0]
