@@ -114,7 +114,8 @@ def show_run(result: Mapping[str, Any], backend: str, record: str | None) -> Non
     screen.print(figures_table([{"figure": "value", **figures}], f"cascade, {backend}"))
     for kind, columns in DID.items():
         rows = [{"node": name, **result["nodes"][name]} for name in _of_kind(kind, result["nodes"])]
-        screen.print(rows_table(short(rows), f"{kind}s", columns))
+        if rows:
+            screen.print(rows_table(short(rows), f"{kind}s", columns))
     if record is None:
         return
     seen = result["seen"]
@@ -123,7 +124,8 @@ def show_run(result: Mapping[str, Any], backend: str, record: str | None) -> Non
             {"node": name, "positions": len(seen[name]["positions"]), "rows": seen[name]["rows"]}
             for name in _of_kind(kind, seen)
         ]
-        screen.print(rows_table(short(rows), f"what {kind}s saw", SAW))
+        if rows:  # the client computes, and records nothing
+            screen.print(rows_table(short(rows), f"what {kind}s saw", SAW))
     screen.print(
         f"{count_of(len(seen), 'file')} in {record}: one for each node, and the prompt in truth.json"
     )
