@@ -10,6 +10,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from jaxtyping import Float
@@ -63,8 +64,8 @@ class SecretMaps:
             self._kept.popitem(last=False)
         if layer not in layers:
             name = b"\0".join((self._key, request.encode(), str(layer).encode()))
-            seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little", signed=True)
-            draw = torch.Generator().manual_seed(seed)
+            # A seed would not do: torch's generator uses 32 bits of one, which can be tried out.
+            draw = _Stream(name)
             heads, _, d = like.shape
             forth, back = self._pair(heads, d, draw)
             # R is the inverse of back, so that keys take its transpose.
@@ -73,15 +74,31 @@ class SecretMaps:
             layers[layer] = Maps(*(part.to(device=like.device, dtype=like.dtype) for part in made))
         return layers[layer]
 
-    def _pair(self, heads: int, d: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _pair(self, heads: int, d: int, draw: "_Stream") -> tuple[Tensor, Tensor]:
         """Return invertible matrices ``[heads, d, d]`` and their inverses.
 
         Orthogonal matrices on both sides of a diagonal one bound how much rounding grows.
         """
-        left, right = torch.linalg.qr(torch.randn(2, heads, d, d, generator=draw, dtype=torch.float64)).Q
-        bend = torch.rand(heads, 1, d, generator=draw, dtype=torch.float64).mul(2).sub(1)
+        # The inverse error function makes normal numbers of uniform ones, up to a factor, which QR drops.
+        left, right = torch.linalg.qr(torch.erfinv(draw.between_ones(2, heads, d, d))).Q
+        bend = draw.between_ones(heads, 1, d)
         stretch = torch.tensor(self._spread, dtype=torch.float64).pow(bend)
         return (left * stretch) @ right, (right.mT / stretch) @ left.mT
+
+
+class _Stream:
+    """Random numbers that only who has the key can compute: SHAKE-256 of a name that holds it, and a count."""
+
+    def __init__(self, name: bytes) -> None:
+        self._name, self._drawn = name, 0
+
+    def between_ones(self, *shape: int) -> Float[Tensor, "..."]:
+        """Return numbers between -1 and 1, never one of both."""
+        name = b"\0".join((self._name, str(self._drawn).encode()))
+        self._drawn += 1
+        drawn = hashlib.shake_256(name).digest(8 * prod(shape))
+        whole = torch.frombuffer(bytearray(drawn), dtype=torch.int64) >> 12  # -2^51 to 2^51 - 1
+        return ((whole.to(torch.float64) + 0.5) / 2**51).reshape(shape)
 
 
 class LayerMaps:
