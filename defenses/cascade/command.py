@@ -131,9 +131,9 @@ class Backend:
         from hiddenlab.models.load import parse_dtype
 
         maps = self.hardening.secret_maps
-        secret = None if maps is None else maps.secret()
         dtype = parse_dtype(self.dtype)
         wire = None if self.wire is None else parse_dtype(self.wire)
+        secret = None if maps is None else maps.secret(dtype, dtype if wire is None else wire)
         settings = Settings(self.compress, wire, self.record)
         if self.kind not in ("local", "wire", "ray"):
             raise InputError(f"unknown backend {self.kind!r}; known are local, wire, ray")

@@ -6,6 +6,8 @@ A hardening is a spec, such as ``client:first=6,last=1``. It is an option of the
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hiddenlab import registry
 from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.errors import InputError
@@ -26,6 +28,7 @@ class Section:
 
 WHOLE = Section()
 MOST_SPREAD = 64.0
+MOST_SPREAD_NARROW = 4.0  # of numbers of 16 bits or fewer
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,22 @@ class SecretCoordinates:
         if not 1 <= self.spread <= MOST_SPREAD:
             raise InputError(f"spread must be between 1 and {MOST_SPREAD:g}, not {self.spread:g}")
 
-    def secret(self) -> Secret:
-        """Draw the secret."""
+    def secret(self, *dtypes: torch.dtype) -> Secret:
+        """Draw the secret.
+
+        Args:
+            dtypes: of the rows, in the model and on the wire.
+
+        Raises:
+            InputError: rounding to one of them, which a large spread magnifies, would ruin outputs.
+        """
+        narrow = [dtype for dtype in dtypes if torch.finfo(dtype).bits < torch.finfo(torch.float32).bits]
+        if narrow and self.spread > MOST_SPREAD_NARROW:
+            name = str(narrow[0]).removeprefix("torch.")
+            raise InputError(
+                f"spread must be at most {MOST_SPREAD_NARROW:g} with {name}, not {self.spread:g}: "
+                "rounding ruins outputs"
+            )
         return Secret(self.spread)
 
 
