@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.hardening import ClientLayers, Hardening, SecretCoordinates
 from hiddenlab.defenses.cascade.load import load_cascade_model, plain_outputs
 from hiddenlab.defenses.cascade.planning import plan
+from hiddenlab.defenses.cascade.secret_maps import Secret, SecretMaps
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models import load_model
 from hiddenlab.observation import load_observations
@@ -120,8 +122,16 @@ def test_nodes_see_no_token_and_no_layer_of_the_client(tiny: TinyPath, tmp_path:
     assert torch.allclose(own.states, states[1][0, list(own.info.positions)], atol=1e-4)
     layers = {o.info.site.layer for o in load_observations(f"{folder}/AttnNode-0-1.safetensors")}
     assert layers == {2, 3}
-    # One AttnNode is sent queries and keys of all tokens: all rows of a layer, in order.
-    assert result["worst"]["status"] == NOT_PRIVATE and "--layer 2 --stream v" in result["attack"]
+    # An AttnNode is sent queries of some tokens and keys of the others: no stream shows all.
+    assert result["worst"]["status"] == NOT_MEASURED and result["attack"] is None
+    both = run(
+        "what nodes see of this", Backend(model=path, harden=ENDS), alpha=2, c=2, symmetric=True,
+        record=f"{folder}-both",
+    )  # fmt: skip
+    assert both["worst"]["status"] == NOT_PRIVATE and "--layer 2 --stream v" in both["attack"]
+    (name,) = [word for word in both["attack"].split() if word.endswith(".safetensors")]
+    rows = [o for o in load_observations(name) if o.info.site == Site(2, "v")]
+    assert len(rows[0].states) == len("what nodes see of this")
     away = run("what nodes see of this", Backend(model=path, harden=ENDS), alpha=3, c=2, record=f"{folder}-3")
     assert away["worst"]["status"] == NOT_MEASURED and away["attack"] is None
 
@@ -264,6 +274,37 @@ def test_a_recorded_run_names_the_attack_on_secret_maps(tiny: TinyPath, tmp_path
     (one,) = [o for o in seen if o.info.site == Site(1, "qkv")]
     read = SelfScores().fit(one.info, model).recover(one)
     assert [token.token for token in read.tokens] == byte_tokenizer()("8 tokens")["input_ids"]
+
+
+def test_a_node_with_all_rows_up_to_its_last_is_not_private_behind_the_clients_layers(tiny: TinyPath) -> None:
+    result = plan(6, shards="0,1,2;3,4,5", model=tiny("llama"), harden=ENDS)
+    status = {one["node"]: one["status"] for one in result["verdicts"]}
+    assert [status[f"CompNode {i}"] for i in range(2)] == [NOT_PRIVATE, NOT_MEASURED]
+    assert status["AttnNode (0, 0)"] == NOT_PRIVATE
+    assert status["AttnNode (0, 1)"] == status["AttnNode (1, 1)"] == NOT_MEASURED
+    assert result["evidence"] == []  # values at layers 1 and 2 are not what these nodes get
+    (sent,) = [one["sentence"] for one in result["verdicts"] if one["node"] == "AttnNode (1, 1)"]
+    assert "gets q, k or v of 3 of 6 tokens" in sent
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"wire": "bfloat16"}])
+def test_a_spread_that_rounding_would_show_is_refused(tiny: TinyPath, options: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="spread must be at most 4 with bfloat16"):
+        Backend(model=tiny("llama"), harden="secret-maps:spread=5", **options).start(2, 1, False)  # type: ignore[arg-type]
+
+
+def test_maps_depend_on_all_of_the_secret() -> None:
+    """A seed of torch's generator has 32 bits, which an AttnNode could try out."""
+    keys = torch.zeros(1, 1, 4)
+    with mock.patch("torch.Generator", side_effect=AssertionError):
+        first, again, other = (
+            SecretMaps(Secret(4.0, key)).of("request", 0, keys, keys)
+            for key in (b"a" * 32, b"a" * 32, b"b" * 32)
+        )
+    assert torch.equal(first.queries, again.queries) and not torch.allclose(first.queries, other.queries)
+    assert not torch.allclose(first.queries, first.values)
+    for forth, back in ((first.queries, first.keys.mT), (first.values, first.back)):
+        assert torch.allclose(forth @ back, torch.eye(4), atol=1e-5)
 
 
 def test_the_secret_is_in_no_text() -> None:

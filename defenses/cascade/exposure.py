@@ -129,18 +129,27 @@ def verdicts(plan: Plan, client: Collection[int] = (), hardening: Hardening = NO
     comps = [_comp(plan, i, i in client) for i in range(plan.alpha)]
     attns = [_attn(plan, node) for node in plan.attn_nodes]
     if hardening.first_layer:
-        comps = [_unmeasured(one, one.own == one.tokens) for one in comps]
-        attns = [_unmeasured(one, one.own == one.tokens) for one in attns]
+        comps = [_unmeasured(one, _gapless(plan.shards[i])) for i, one in enumerate(comps)]
+        # One stream must show all rows: what is split over queries and values was not measured.
+        attns = [
+            _unmeasured(one, max(map(len, given)) == one.own and any(map(_gapless, given)))
+            for one, given in zip(attns, map(plan.given, plan.attn_nodes), strict=True)
+        ]
     if hardening.secret_maps is not None:
         attns = [_behind_maps(plan, one, hardening.first_layer) for one in attns]
     return comps + attns
+
+
+def _gapless(rows: Positions) -> bool:
+    """Return whether there are rows of all tokens up to the last row."""
+    return bool(rows) and rows[-1] == len(rows) - 1
 
 
 def _unmeasured(verdict: Verdict, all_rows: bool) -> Verdict:
     """Return the verdict where no attack was measured that reads other nodes' tokens.
 
     Args:
-        all_rows: the node is given rows of all tokens, which are attacked like any states.
+        all_rows: the node is given rows of all tokens up to its last, which are attacked like any states.
     """
     if verdict.status in (CLIENT, NOTHING):
         return verdict
@@ -258,15 +267,12 @@ def attack_on(plan: Plan, verdict: Verdict, first_layer: int = 0) -> tuple[str, 
     # Its own tokens: from states, or from whatever an AttnNode is given.
     if verdict.comp:
         return "vocab-match", max(1, first_layer), "resid"
-    return "vocab-match", first_layer + 1, "v" if _has_keys(plan, verdict) else "q"
+    queries, keys = plan.given(_node(verdict))
+    return "vocab-match", first_layer + 1, "v" if len(keys) >= len(queries) else "q"
 
 
 def _node(verdict: Verdict) -> AttnNode:
     return AttnNode(*(int(n) for n in re.findall(r"\d+", verdict.node)))
-
-
-def _has_keys(plan: Plan, verdict: Verdict) -> bool:
-    return bool(plan.given(_node(verdict))[1])
 
 
 def _keys_and_values(plan: Plan, verdict: Verdict) -> str:
@@ -355,11 +361,16 @@ def _range(values: Iterable[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def evidence_lines(found: Sequence[Verdict]) -> list[str]:
-    """Return for each attack that some verdict rests on what was measured, and by which command."""
+def evidence_lines(found: Sequence[Verdict], hardening: Hardening = NOT_HARDENED) -> list[str]:
+    """Return for each attack that some verdict rests on what was measured, and by which command.
+
+    Args:
+        hardening: see ``verdicts``.
+    """
     used = dict.fromkeys(one.evidence for one in found if one.evidence is not None)
     by_values = [one for one in found if not one.comp and one.status == NOT_PRIVATE]
-    used |= dict.fromkeys(["rows of values"] * any(one.evidence != "self scores" for one in by_values))
+    measured = any(one.evidence != "self scores" for one in by_values) and not hardening.first_layer
+    used |= dict.fromkeys(["rows of values"] * measured)
     return [
         f"{it.at}: {100 * it.figure:g} % read, {it.prompts} prompts ({it.command})"
         for it in (EVIDENCE[key] for key in used)

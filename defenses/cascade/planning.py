@@ -102,7 +102,7 @@ def plan(
     best, compared = best_plan(tokens, shape, link, bound, most_seconds)
     return {
         "summary": summary(found),
-        "evidence": evidence_lines(found),
+        "evidence": evidence_lines(found, hardening),
         "verdicts": [one.to_json() for one in found],
         "best": None if best is None else described(best, tokens),
         "searched": {
