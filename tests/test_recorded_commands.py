@@ -42,6 +42,8 @@ def test_a_recorded_command_makes_the_rows_of_its_table(path: Path, tmp_path: Pa
         made = CliRunner().invoke(
             app, [*words[1:], "--cached-only", "--json", "--out", str(tmp_path / "eval")]
         )
+        if "is not here yet: run 'make models'" in made.output:
+            pytest.skip("its rows follow from the weights of a model that is not here")
         assert made.exit_code == 0, made.output
         rows += json.loads(made.stdout)["rows"]
     if path.stem in FOLDED:
