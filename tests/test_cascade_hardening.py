@@ -163,6 +163,13 @@ def test_a_wrong_hardening_names_the_way_out(spec: str, says: str) -> None:
         Hardening.parse(spec)
 
 
+def test_a_section_that_kept_other_layers_is_refused(tiny: TinyPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where layers share weights none are left out, so that a section would run all of them."""
+    monkeypatch.setattr("hiddenlab.models.load.with_layers", lambda architecture, *_: architecture)
+    with pytest.raises(InputError, match="share weights, so that they cannot be parted"):
+        start(tiny("llama"))
+
+
 def test_some_layer_must_remain_for_the_nodes() -> None:
     with pytest.raises(InputError, match="leave none to the nodes"):
         ClientLayers(3, 1).sections(4)

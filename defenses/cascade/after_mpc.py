@@ -42,7 +42,7 @@ def rows_from_shares(shares: Sequence[Int[Tensor, "n d"]], fraction: int, plan: 
 def forward_after(
     cascade: NodeCascade, shares: Sequence[Int[Tensor, "n d"]], fraction: int, plan: Plan
 ) -> Tensor:
-    """Run a model's remaining layers on the nodes of a plan, whose model has only these (``load.Section``).
+    """Run a model's remaining layers on the nodes of a plan, whose model has only these (``hardening.Section``).
 
     Raises:
         see ``rows_from_shares`` and ``NodeCascade.forward_rows``.

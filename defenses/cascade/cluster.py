@@ -1,13 +1,13 @@
 """Run Cascade on a Ray cluster: Ray places, keeps and calls the nodes, and tensors go from node to node.
 
-Only this file, ``ray_connection``, ``serve`` and ``eval.parallel`` import Ray.
+Only this file, ``object_carrier``, ``ray_connection``, ``serve`` and ``eval.parallel`` import Ray.
 """
 
 import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,9 @@ from hiddenlab.defenses.cascade.cost import Link
 from hiddenlab.defenses.cascade.faults import Restarts, Watch, stalled
 from hiddenlab.defenses.cascade.hardening import WHOLE, Section
 from hiddenlab.defenses.cascade.membership import tensor_ports
-from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, attn_name, comp_name, remember
+from hiddenlab.defenses.cascade.node_state import GIVEN_UP, NodeError, attn_name, comp_name, remember
 from hiddenlab.defenses.cascade.node_views import Seen
-from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.object_carrier import ObjectCarrier
 from hiddenlab.defenses.cascade.passes import Batch
 from hiddenlab.defenses.cascade.ray_connection import FEWEST_CPUS, connect, free_resources
 from hiddenlab.defenses.cascade.remote import RemoteAttn, RemoteComp
@@ -44,41 +44,6 @@ POLL_SECONDS = 5.0  # longest time between two checks of the nodes while a pass 
 STARTING = 4  # nodes started at once
 
 
-class _ObjectCarrier:
-    """A carrier in the paper's form: each message is a Ray call, each tensor an object in Ray's store."""
-
-    def __init__(self, index: int, aborted: Callable[[str], bool]) -> None:
-        self.index, self.aborted = index, aborted
-        self.attns: dict[AttnNode, Any] = {}
-        self._pending: dict[tuple[str, int, AttnNode], Any] = {}
-
-    def post(self, node: AttnNode, head: Head, rows: Rows) -> None:
-        call = self.attns[node].answer.remote(self.index, head, ray.put(rows.to("cpu")))
-        self._pending[head.batch, head.step, node] = call
-
-    def collect(self, node: AttnNode, head: Head) -> list[Partial]:
-        name, where = attn_name(node), f"in layer {head.layer + 1}"
-        call = self._pending.pop((head.batch, head.step, node))
-        try:
-            # The driver watches the nodes; this loop only has to notice when the batch is given up.
-            while not ray.wait([call], timeout=0.5)[0]:
-                if self.aborted(head.batch):
-                    raise NodeError(GIVEN_UP)
-            return ray.get(call)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            raise (
-                cause if isinstance(cause, NodeError) else NodeError(f"{name} failed {where}: {cause}", name)
-            ) from None
-        except ray.exceptions.RayActorError:
-            raise NodeError(f"{name} died {where}", name) from None
-
-    def forget(self, batch: str) -> None:
-        """Drop the calls of a batch that failed; Ray would keep their answers."""
-        for key in [key for key in list(self._pending) if key[0] == batch]:
-            self._pending.pop(key, None)
-
-
 class _Comp(RemoteComp):
     """A CompNode as a Ray actor."""
 
@@ -87,7 +52,7 @@ class _Comp(RemoteComp):
         options["endpoint"] = _endpoint(options.pop("loopback"), options.pop("tls"))
         super().__init__(index, *args, **options)
         if transport == "objects":
-            self.carrier = _ObjectCarrier(index, self.mailbox.aborted)
+            self.carrier = ObjectCarrier(index, self.mailbox.aborted)
 
     def start(self) -> ModelFacts:
         return self.facts
@@ -96,12 +61,12 @@ class _Comp(RemoteComp):
         try:
             return super().run(batch, inputs)
         finally:
-            if isinstance(self.carrier, _ObjectCarrier):
+            if isinstance(self.carrier, ObjectCarrier):
                 self.carrier.forget(batch.name)
 
     def meet(self, addresses: Mapping[AttnNode, Any], handles: Mapping[AttnNode, Any]) -> None:
         """Connect to AttnNodes, by addresses over the wire or by Ray's handles."""
-        if isinstance(self.carrier, _ObjectCarrier):
+        if isinstance(self.carrier, ObjectCarrier):
             self.carrier.attns.update(handles)
         else:
             self.connect({attn_name(node): address for node, address in addresses.items()})

@@ -1,4 +1,4 @@
-"""Harden a Cascade plan: what sharding alone does not hide, the client computes himself.
+"""Harden a Cascade plan: the client computes some layers himself, or nodes are sent rows in secret coordinates.
 
 A hardening is a spec, such as ``client:first=6,last=1``. It is an option of the plan, and every backend has it.
 """
@@ -146,7 +146,7 @@ class Hardening:
         """Return how many of a model's layers the nodes compute.
 
         Raises:
-            InputError: none.
+            InputError: no layer remains for them.
         """
         if self.client is not None:
             self.client.sections(layers)

@@ -22,7 +22,7 @@ from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.passes import Pass, new_name
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import EAGER, attending, unchanged_rotary, use_attention
-from hiddenlab.models.checkpoint import final_norm, replaced, some_layers
+from hiddenlab.models.checkpoint import LeftOut, decoder_layers, final_norm, replaced, some_layers
 from hiddenlab.models.choice import CODE, Verdict, facts_of, fingerprint, remembered
 from hiddenlab.models.load import load_config, load_module, resolve_model
 from hiddenlab.models.self_check import TOLERANCE, TWIN_TOLERANCE, first_of
@@ -82,6 +82,8 @@ def load_cascade_model(
                 f"{name} ({config.model_type}) cannot be loaded without its head; its layers stay together"
             )
         model = _states_only(model)
+    if section != WHOLE:
+        _check_layers(model, section, int(config.num_hidden_layers), name)
     if not sharded:
         return model
     use_attention(model, ATTENTION_NAME)
@@ -105,6 +107,19 @@ def load_cascade_model(
         if difference := remembered(kind, key, Verdict, compute, code).difference:
             raise InputError(f"{name} cannot be sharded by tokens: {difference}")
     return model
+
+
+def _check_layers(model: nn.Module, section: Section, layers: int, name: str) -> None:
+    """Check that a model has the layers of its section alone: some keep all, as layers share weights.
+
+    Raises:
+        InputError: it has others.
+    """
+    found = [i for i, layer in enumerate(decoder_layers(model)) if not isinstance(layer, LeftOut)]
+    if found != list(range(layers))[section.first : section.end]:
+        raise InputError(
+            f"the layers of {name} share weights, so that they cannot be parted; leave --harden client out"
+        )
 
 
 def _states_only(model: nn.Module) -> nn.Module:

@@ -1,11 +1,12 @@
 """Define experiments on hardened Cascade: what a node reads behind layers that the client computes."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import MEASURED, NOT_RUN, Cell, Experiment, Setting, attack_cell, split_specs
 from hiddenlab.eval.tables.sharding import shard_tokens
-from hiddenlab.sharding import Plan
+from hiddenlab.sharding import Plan, Positions
 
 READ, CONTROL = "read", "control"  # the two parts of a row
 CONTROLLED = "missing_token_accuracy"
@@ -22,11 +23,8 @@ def hardened_shards(setting: Setting, alphas: str | int = "2,4,8", c: int = 8) -
     Raises:
         InputError: an alpha is no whole number from 2, or the node in the middle holds nothing.
     """
-    tokens = shard_tokens(setting)
-    options: dict[str, Any] = {"max_tokens": tokens, "limit": setting.source(limit=20)["limit"]}
-    cells = list[Cell]()
-    for alpha in map(_alpha, split_specs(str(alphas))):
-        held, node = _held(tokens, alpha, c), alpha // 2
+    cells, options = list[Cell](), _prompts(setting)
+    for alpha, node, held in _middle_nodes(options["max_tokens"], alphas, c):
         channel = f"shard:alpha={alpha},c={c},node={node}"
         plan = {"alpha": alpha, "c": c, "rows held": f"{len(held)} of {held[-1] + 1}"}
         for layer in setting.at((1, 2, 4, 8)):
@@ -43,10 +41,9 @@ def hardened_shards(setting: Setting, alphas: str | int = "2,4,8", c: int = 8) -
             "seconds_per_prompt": "seconds a prompt",
         },
         [
-            f"Model {setting.model}; {options['limit']} prompts ({setting.prompts or 'the shipped ones'}); regressions "
-            "on 12,000 rows of the attacker's own text, the documentation and source of Python's standard library.",
-            f"Prompts of up to {tokens} tokens. The CompNode is the one in the middle of the plan. Others' tokens are "
-            "those before its last row that it has no row of; rows held are of as many positions.",
+            _texts(setting, options),
+            "The CompNode is the one in the middle of the plan. Others' tokens are those before its "
+            "last row that it has no row of; rows held are of as many positions.",
             "The attack reads the states behind the client's layers by regressions on own text, and a language model "
             "(the same) fills in. The control is the same attack on the node's embeddings, where no row is asked "
             "about tokens before it: what a language model guesses from the tokens that the node is meant to hold.",
@@ -70,11 +67,8 @@ def secret_coordinates(setting: Setting, alphas: str | int = "4,8", c: int = 8) 
     Raises:
         InputError: an alpha is no whole number from 2, or the node in the middle holds nothing.
     """
-    tokens = shard_tokens(setting)
-    options: dict[str, Any] = {"max_tokens": tokens, "limit": setting.source(limit=20)["limit"]}
-    cells = list[Cell]()
-    for alpha in map(_alpha, split_specs(str(alphas))):
-        held, node = _held(tokens, alpha, c), alpha // 2
+    cells, options = list[Cell](), _prompts(setting)
+    for alpha, node, held in _middle_nodes(options["max_tokens"], alphas, c):
         channel = f"shard:alpha={alpha},c={c},m=1,queries={node},keys={node}"
         for layer in setting.at((0, 1, 2, 6)):
             keys = {"client layers": layer, "alpha": alpha, "c": c, "rows": len(held)}
@@ -86,8 +80,9 @@ def secret_coordinates(setting: Setting, alphas: str | int = "4,8", c: int = 8) 
         cells,
         {"held_token_accuracy": "own tokens right", "seconds_per_prompt": "seconds a prompt"},
         [
-            f"Prompts of up to {tokens} tokens. AttnNode (j, j) in the middle of the plan gets queries and keys of its "
-            "rows in secret coordinates, which leave scores as they are; so the attack sees rows without them here "
+            _texts(setting, options),
+            "AttnNode (j, j) in the middle of the plan gets queries and keys of its rows in "
+            "secret coordinates, which leave scores as they are; so the attack sees rows without them here "
             "(tests/test_self_scores.py holds both against each other).",
             "Behind no layer of the client the scores of each token stand in a table; behind others a regression on "
             "own text reads them, without a language model. Other scores and values are not looked at.",
@@ -95,17 +90,34 @@ def secret_coordinates(setting: Setting, alphas: str | int = "4,8", c: int = 8) 
     )  # fmt: skip
 
 
-def _held(tokens: int, alpha: int, c: int) -> tuple[int, ...]:
-    """Return the positions of the node in the middle.
+def _prompts(setting: Setting) -> dict[str, Any]:
+    """Return how many prompts there are, and how long they are at most."""
+    return {"max_tokens": shard_tokens(setting), "limit": setting.source(limit=20)["limit"]}
+
+
+def _texts(setting: Setting, options: dict[str, Any]) -> str:
+    """Return the note on the model, the prompts and the attacker's own text."""
+    return (
+        f"Model {setting.model}; {options['limit']} prompts ({setting.prompts or 'the shipped ones'}) of up to "
+        f"{options['max_tokens']} tokens; regressions on 12,000 rows of the attacker's own text, the documentation and "
+        "source of Python's standard library."
+    )
+
+
+def _middle_nodes(tokens: int, alphas: str | int, c: int) -> Iterator[tuple[int, int, Positions]]:
+    """Yield for each number of CompNodes that number, the node in the middle, and the positions that it holds.
 
     Raises:
-        InputError: there are none.
+        InputError: an alpha is no whole number from 2, or the node holds nothing.
     """
-    node = alpha // 2
-    held = Plan.clustered(tokens, c, alpha=alpha).shards[node]
-    if not held:
-        raise InputError(f"CompNode {node} of {alpha} holds no token of {tokens}; take smaller alphas or c")
-    return held
+    for alpha in map(_alpha, split_specs(str(alphas))):
+        node = alpha // 2
+        held = Plan.clustered(tokens, c, alpha=alpha).shards[node]
+        if not held:
+            raise InputError(
+                f"CompNode {node} of {alpha} holds no token of {tokens}; take smaller alphas or c"
+            )
+        yield alpha, node, held
 
 
 def _alpha(text: str) -> int:
