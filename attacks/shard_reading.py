@@ -1,8 +1,9 @@
 """Read the prompt of a node that gets states of some positions alone, behind layers that it did not compute itself.
 
 Behind the first layers no algebra gives tokens (``partial_sums`` needs the first one). What is left is what a state
-still shows: its own token, and traces of the tokens right before it. No paper describes this attack; it is written
-against Cascade with layers at the client (``defenses/cascade/hardening.py``).
+still shows: its own token, traces of the tokens right before it, and at late layers which token the model expects next.
+No paper describes this attack; it is written against Cascade with layers at the client
+(``defenses/cascade/hardening.py``).
 """
 
 import time
@@ -24,10 +25,11 @@ from hiddenlab.models import Prefix, Request, TruncatedModel
 from hiddenlab.observation import parts_of_attention
 from hiddenlab.projections import projection_of
 from hiddenlab.proposals.corpus import WINDOW_LENGTHS, Corpus
+from hiddenlab.proposals.lens import TunedLens
 from hiddenlab.proposals.probe import whitened_table, whitening
 from hiddenlab.proposals.ridge import RidgeReader, likeliest_scale
 from hiddenlab.proposals.store import identity_of, load_cached, release_windows, save_cached, training_channel
-from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, TokenPrediction
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, Site, TokenPrediction
 
 ROWS = 12_000  # of the attacker's own text, from which readers are computed
 HELD_OUT = 6  # further windows, which set temperatures and the language model's weight
@@ -168,15 +170,61 @@ class ShardReading(Attack):
         """
         results = list[AttackResult]()
         for group in by_channel(observations, self.batch):
-            started, prepared = time.perf_counter(), self.prepare(group[0].info)
-            places = [_places(observation) for observation in group]
-            rows = [observation.states.to(self.model.device).float() for observation in group]
-            found = read_prompts(
-                rows, places, prepared.readers, self._speaker(self.model), prepared.weight, self.beam
-            )
-            seconds = (time.perf_counter() - started) / len(group)
-            results += map(_result, found, places, [seconds] * len(group))
+            results += self._read(group, [{}] * len(group))
         return results
+
+    def recover_ends(self, first: Sequence[Observation], last: Sequence[Observation]) -> list[AttackResult]:
+        """Recover prompts from the rows that a node holds at its first layer and those behind its last one.
+
+        A late row says what the model expects next, and the model has read the others' tokens too. So where the row
+        before a token is the node's, a tuned lens takes the language model's place, which knows what was read alone.
+
+        Args:
+            first, last: of each prompt, at the same positions; all of one channel each, ``first`` at the attack's site.
+
+        Raises:
+            NotApplicableError: see ``prepare``.
+        """
+        if not first:
+            return []
+        lens, results = self._lens(last[0].info), list[AttackResult]()
+        for start in range(0, len(first), self.batch):
+            late = [_said(lens, observation) for observation in last[start : start + self.batch]]
+            results += self._read(first[start : start + self.batch], late)
+        return results
+
+    @torch.inference_mode()
+    def _lens(self, info: ObservationInfo) -> TunedLens:
+        """Return the lens of a late layer: from its states of own text to those behind the last norm."""
+        late = self.model.sibling(info.site.layer, dtype=info.provider_dtype)
+        final = self.model.sibling(stream="final_norm", dtype=info.provider_dtype)
+        text = own_text(late, as_whole(info), self.seed, self.progress)
+        site = Site(final.site.layer, "final_norm")
+        # What comes next is a matter of the text, whatever a channel does to the states that are read.
+        finals = own_text(final, replace(as_whole(info), site=site, channel=()), self.seed, self.progress)
+        fitted = (text.places[: text.fitted] > 0).nonzero()[:, 0]
+        held, following = text.at(-1, held_out=True)
+        head = LazyModel(self.model).model.module.get_output_embeddings()  # type: ignore[operator]
+        return TunedLens.fit(
+            text.states[fitted], finals.states[fitted], head.weight.detach().float(), held, following
+        )
+
+    def _read(
+        self, group: Sequence[Observation], late: Sequence[Mapping[int, Float[Tensor, " v"]]]
+    ) -> list[AttackResult]:
+        """Read prompts at once.
+
+        Args:
+            late: for each prompt, log-probabilities of the tokens that late rows say something of, by position.
+        """
+        started, prepared = time.perf_counter(), self.prepare(group[0].info)
+        places = [_places(observation) for observation in group]
+        rows = [observation.states.to(self.model.device).float() for observation in group]
+        found = read_prompts(
+            rows, places, prepared.readers, self._speaker(self.model), prepared.weight, self.beam, late
+        )
+        seconds = (time.perf_counter() - started) / len(group)
+        return list(map(_result, found, places, [seconds] * len(group)))
 
     def __repr__(self) -> str:
         return "ShardReading: knows the weights, one node's rows and their positions; not the other rows or tokens"
@@ -186,6 +234,12 @@ def _places(observation: Observation) -> dict[int, int]:
     """Return the row of each shown position, in order."""
     positions = observation.info.positions or range(len(observation.states))
     return {position: row for row, position in enumerate(positions)}
+
+
+def _said(lens: TunedLens, observation: Observation) -> dict[int, Float[Tensor, " v"]]:
+    """Return what each late row says of the token behind it, by that token's position."""
+    said = lens.log_probs(observation.states.to(lens.head.device).float())
+    return {position + 1: said[row] for position, row in _places(observation).items()}
 
 
 def _result(found: Mapping[int, tuple[int, float]], rows: Mapping[int, int], seconds: float) -> AttackResult:
@@ -215,12 +269,15 @@ class OwnText:
     fitted: int
 
     def at(self, offset: int, held_out: bool) -> tuple[Float[Tensor, "some d"], Int[Tensor, " some"]]:
-        """Return rows that have a token ``offset`` positions before them, and these tokens.
+        """Return rows that have a token ``offset`` positions before them (behind them if negative), and these tokens.
 
         First rows are left out: models attend to the first position whatever stands there, and its states are unlike
         all others.
         """
         chosen = self.places >= max(1, offset)
+        if offset < 0:
+            chosen[offset:] = False
+            chosen[:offset] &= self.places[-offset:] > self.places[:offset]  # of the same window
         chosen[: self.fitted] &= not held_out
         chosen[self.fitted :] &= held_out
         rows = chosen.nonzero()[:, 0]
@@ -303,12 +360,14 @@ def read_prompts(
     speaker: LazyModel | None,
     weight: float,
     beam: int,
+    late: Sequence[Mapping[int, Float[Tensor, " v"]]],
 ) -> list[dict[int, tuple[int, float]]]:
     """Read several prompts at once, from left to right.
 
     Args:
         states: the rows of each prompt. places: for each prompt, the row of each shown position.
         speaker: the language model, with the weight of its log-probabilities; None for none.
+        late: what late rows say of some positions, in its place.
 
     Returns:
         For each prompt the token and its probability at each position up to the last row. Positions of which nothing
@@ -322,7 +381,10 @@ def read_prompts(
         for i, found in enumerate(_evidence(states, places, readers, place)):
             if place <= ends[i] and (found is not None or speaker is not None):
                 read[i].append(place)
-                paths[i] = extend(paths[i], found, weight, beam)
+                said = late[i].get(place)
+                if said is not None:
+                    found = said if found is None else found + said
+                paths[i] = extend(paths[i], found, weight if said is None else 0.0, beam)
         going = [i for i, end in enumerate(ends) if place < end]
         if speaker is not None and going:
             grown = iter(_continued(speaker.model, [path for i in going for path in paths[i]]))

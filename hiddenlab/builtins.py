@@ -114,6 +114,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "embedding": "hiddenlab.eval.measures.attack:embedding",
         "order": "hiddenlab.eval.measures.attack:order",
         "partial-sums": "hiddenlab.eval.measures.partial_sums:partial_sums",
+        "node-reading": "hiddenlab.eval.measures.hardening:node_reading",
         "scheme": "hiddenlab.eval.measures.protocols:scheme",
         "closed-weights": "hiddenlab.eval.measures.protocols:closed_weights",
         "permuted-model": "hiddenlab.eval.measures.protocols:permuted_model",

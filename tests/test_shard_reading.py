@@ -18,6 +18,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import MEASURED, NOT_RUN, Setting, conduct
 from hiddenlab.models import Request, TruncatedModel, load_model
 from hiddenlab.observation import load_site
+from hiddenlab.proposals.lens import TunedLens
 from hiddenlab.testing import VOCABULARY, PlainModel
 from hiddenlab.types import AttackResult, Observation
 
@@ -192,22 +193,68 @@ def test_what_cannot_be_read_is_refused(tiny_model: LoadModel) -> None:
 
 def test_the_experiment_sets_every_row_beside_its_control(tiny: TinyPath, tmp_path: Path) -> None:
     make = registry.resolve("experiments", "hardened-shards")
-    setting = Setting(model=tiny("llama", tokenizer=True), layers=(1,), limit=2, max_tokens=24, device="cpu")
-    experiment = make(setting, alphas="2", c=3)
-    (tmp_path / "none").mkdir()
-    empty = conduct("hardened-shards", experiment, tmp_path / "none", measure=False)["rows"]
-    assert [row["status"] for row in empty] == [NOT_RUN]
-    (row,) = conduct("hardened-shards", experiment, tmp_path / "eval")["rows"]
-    assert row["keys"] == empty[0]["keys"] == {
-        "client layers": 1, "alpha": 2, "c": 3, "rows held": "12 of 24"
-    }  # fmt: skip
-    assert row["status"] == MEASURED
-    read, control, beyond = (
-        row["figures"][name]["value"]
-        for name in ("missing_token_accuracy", "control_token_accuracy", "beyond_control")
-    )
-    assert beyond == pytest.approx((read - control) / (1 - control))
-    assert 0 <= row["figures"]["held_token_accuracy"]["value"] <= 1
+    setting = Setting(model=tiny("llama", tokenizer=True), limit=2, max_tokens=24, device="cpu")
+    experiment = make(setting, alphas="3", c=3, client="1/0,1/1", nodes="1,2", noise=0.01)
+    rows = conduct("hardened-shards", experiment, tmp_path / "eval")["rows"]
+    assert [row["keys"]["last layers"] for row in rows] == [0, 1, 0, 1]
+    assert [row["keys"]["rows held"] for row in rows] == ["9 of 24"] * 2 + ["18 of 24"] * 2
+    for row in rows:
+        assert row["status"] == MEASURED
+        read, control, beyond = (
+            row["figures"][name]["value"]
+            for name in ("missing_token_accuracy", "control_token_accuracy", "beyond_control")
+        )
+        assert beyond == pytest.approx((read - control) / (1 - control))
+        assert 0 <= row["figures"]["held_token_accuracy"]["value"] <= 1
+
+
+def test_the_experiment_refuses_what_leaves_nodes_nothing(tiny: TinyPath, tmp_path: Path) -> None:
+    make = registry.resolve("experiments", "hardened-shards")
+    setting = Setting(model=tiny("llama", tokenizer=True), limit=1, max_tokens=24, device="cpu")
+    (row,) = conduct("x", make(setting, alphas="2", client="2/2", nodes=1), tmp_path)["rows"]
+    assert row["status"] == NOT_RUN and "leave none" in row["reason"]
+    for options in ({"client": "0/1"}, {"client": "1"}, {"client": "x/1"}, {"nodes": "0"}):
+        with pytest.raises(InputError, match="whole number"):
+            make(setting, **options)
+
+
+# ---- late rows
+
+
+def test_the_lens_finds_a_linear_relation_and_its_temperature() -> None:
+    """States of which a hidden map gives the final ones: the head's best token is then the next one."""
+    draws = torch.Generator().manual_seed(0)
+    head, rows = torch.randn(40, 8, generator=draws), torch.randn(3000, 12, generator=draws)
+    finals = rows @ torch.randn(12, 8, generator=draws) + 3
+    following = (finals @ head.T).argmax(1)
+    lens = TunedLens.fit(rows[:2000], finals[:2000], head, rows[2000:], following[2000:])
+    assert lens.right > 0.9 and lens.scale > 0
+    said = lens.log_probs(rows[2000:])
+    assert torch.allclose(said.exp().sum(1), torch.ones(1000), atol=1e-4)
+    assert float((said.argmax(1) == following[2000:]).float().mean()) == pytest.approx(lens.right)
+
+
+def test_rows_before_a_token_are_those_of_the_same_window() -> None:
+    places = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2])
+    text = OwnText(torch.arange(8.0)[:, None], torch.arange(8), places, fitted=5)
+    rows, following = text.at(-1, held_out=False)
+    assert rows[:, 0].tolist() == [1.0] and following.tolist() == [2]
+    rows, following = text.at(-1, held_out=True)
+    assert rows[:, 0].tolist() == [6.0] and following.tolist() == [7]
+
+
+def test_late_rows_take_the_place_of_the_language_model(tiny_model: LoadModel) -> None:
+    """Rows behind the last layer say what the model would: a token behind a held row is the model's own answer."""
+    tokens = tokens_of(24)
+    model = tiny_model("llama", 1)
+    last = model.sibling(stream="resid")
+    first, late = (released(one, tokens, SHARD) for one in (model, last))
+    attack = ShardReading(reach=0, beam=1).fit(first.info, model)
+    (found,) = attack.recover_ends([first], [late])
+    lens = attack._lens(late.info)
+    expected = lens.log_probs(late.states.float()).argmax(1)
+    assert found.ids[8] == int(expected[3])  # position 8 has no row; row 3 is of position 7
+    assert attack.recover_ends([], []) == []
 
 
 @pytest.mark.parametrize("alphas", ["1", "x", "2,"])

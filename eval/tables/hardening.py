@@ -4,55 +4,68 @@ from collections.abc import Iterator
 from typing import Any
 
 from hiddenlab.errors import InputError
-from hiddenlab.eval.cells import MEASURED, NOT_RUN, Cell, Experiment, Setting, attack_cell, split_specs
+from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
 from hiddenlab.eval.tables.sharding import shard_tokens
 from hiddenlab.sharding import Plan, Positions
 
-READ, CONTROL = "read", "control"  # the two parts of a row
-CONTROLLED = "missing_token_accuracy"
 
-
-def hardened_shards(setting: Setting, alphas: str | int = "2,4,8", c: int = 8) -> Experiment:
-    """Measure what a CompNode reads behind the client's first layers, by layers and plan (``--harden client``).
-
-    Layers (``--layers``) are the client's first ones: states behind them are what the node gets first.
+def hardened_shards(
+    setting: Setting,
+    alphas: str | int = "2,4,8",
+    c: int = 8,
+    client: str = "1/1,2/2,4/4,8/8",
+    nodes: str | int = "1,2",
+    noise: float = 0.0,
+) -> Experiment:
+    """Measure what CompNodes read between the client's first and last layers, by layers and plan (``--harden client``).
 
     Args:
         alphas: numbers of CompNodes, separated by commas. c: tokens of a cluster.
+        client: first and last layers of the client, as FIRST/LAST, separated by commas; LAST 0 leaves late rows out.
+        nodes: how many CompNodes put together what they see, separated by commas.
+        noise: standard deviation of noise at the client's embeddings.
 
     Raises:
-        InputError: an alpha is no whole number from 2, or the node in the middle holds nothing.
+        InputError: an alpha is no whole number from 2, the node in the middle holds nothing, or layers or nodes are no
+            such numbers.
     """
-    cells, options = list[Cell](), _prompts(setting)
+    cells, options = list[Cell](), setting.where() | _prompts(setting) | {"prompts": setting.prompts}
+    ends = [_ends(text) for text in split_specs(client)]
+    together = [_whole(text, "a number of nodes", 1) for text in split_specs(str(nodes))]
     for alpha, node, held in _middle_nodes(options["max_tokens"], alphas, c):
-        channel = f"shard:alpha={alpha},c={c},node={node}"
-        plan = {"alpha": alpha, "c": c, "rows held": f"{len(held)} of {held[-1] + 1}"}
-        for layer in setting.at((1, 2, 4, 8)):
-            keys = {"client layers": layer, **plan, "part": READ}
-            cells.append(attack_cell(setting, keys, layer, channel, attack="shard-reading", **options))
-        keys = {**plan, "part": CONTROL}
-        cells.append(attack_cell(setting, keys, 0, channel, attack="shard-reading:reach=0", **options))
+        for count in (n for n in together if n < alpha):
+            joined = [(node + i) % alpha for i in range(count)]
+            for first, last in ends:
+                keys = {
+                    "first layers": first,
+                    "last layers": last,
+                    "alpha": alpha,
+                    "c": c,
+                    "nodes": count,
+                    "rows held": f"{count * len(held)} of {options['max_tokens']}",
+                }
+                spec = {"alpha": alpha, "c": c, "nodes": joined, "first": first, "last": last, "noise": noise}
+                cells.append(Cell("node-reading", {**options, **spec}, keys))
     return Experiment(
-        "What a CompNode reads behind the client's first layers",
+        "What CompNodes read between the client's layers",
         cells,
         {
-            "held_token_accuracy": "own tokens right", CONTROLLED: "others' tokens right",
-            "control_token_accuracy": "others' tokens, control", "beyond_control": "beyond the control",
+            "beyond_control": "beyond the control", "missing_token_accuracy": "others' tokens right",
+            "control_token_accuracy": "others' tokens, control", "held_token_accuracy": "own tokens right",
             "seconds_per_prompt": "seconds a prompt",
         },
         [
-            _texts(setting, options),
-            "The CompNode is the one in the middle of the plan. Others' tokens are those before its "
-            "last row that it has no row of; rows held are of as many positions.",
-            "The attack reads the states behind the client's layers by regressions on own text, and a language model "
-            "(the same) fills in. The control is the same attack on the node's embeddings, where no row is asked "
-            "about tokens before it: what a language model guesses from the tokens that the node is meant to hold.",
-            "Beyond the control is (attack - control) / (1 - control). Its interval is the attack's; the control's "
-            "figure is taken as exact.",
-            "The states are those after the client's layers alone. A node also gets its rows at later layers, and what "
-            "attention brings them.",
+            _texts(setting, options) + (f" Noise of {noise:g} at the client's embeddings." if noise else ""),
+            "The CompNode is the one in the middle of the plan; where there are two, the next one puts its rows to "
+            "it. Others' tokens are those before the last row that they have no row of; rows held are of a prompt "
+            "of full length.",
+            "The attack reads the states behind the client's first layers by regressions on own text. The states "
+            "before the client's last layers say which token the model expects next (a tuned lens), and a language "
+            "model fills in. The control is the same attack on the nodes' embeddings, where no row is asked about "
+            "other tokens: what a language model guesses from the tokens that the nodes are meant to hold.",
+            "Beyond the control is (attack - control) / (1 - control), with both of the same prompts.",
+            "Layers between the first and the last, and what attention brings the nodes there, are not looked at.",
         ],
-        fold=_beyond,
     )  # fmt: skip
 
 
@@ -110,7 +123,7 @@ def _middle_nodes(tokens: int, alphas: str | int, c: int) -> Iterator[tuple[int,
     Raises:
         InputError: an alpha is no whole number from 2, or the node holds nothing.
     """
-    for alpha in map(_alpha, split_specs(str(alphas))):
+    for alpha in (_whole(text, "an alpha", 2) for text in split_specs(str(alphas))):
         node = alpha // 2
         held = Plan.clustered(tokens, c, alpha=alpha).shards[node]
         if not held:
@@ -120,40 +133,13 @@ def _middle_nodes(tokens: int, alphas: str | int, c: int) -> Iterator[tuple[int,
         yield alpha, node, held
 
 
-def _alpha(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise InputError(f"an alpha is a whole number from 2, not {text!r}")
+def _whole(text: str, what: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise InputError(f"{what} is a whole number from {least}, not {text!r}")
     return int(text)
 
 
-def _beyond(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make one row for each layer and plan, with the control's figure and what the attack reads beyond it."""
-    controls = {_plan(row): row for row in rows if row["keys"]["part"] == CONTROL}
-    result = []
-    for row in (row for row in rows if row["keys"]["part"] == READ):
-        control = controls[_plan(row)]
-        figures, guessed = dict(row["figures"]), control["figures"].get(CONTROLLED)
-        if guessed is not None:
-            figures["control_token_accuracy"] = guessed
-            if guessed["value"] < 1 and CONTROLLED in figures:
-                figures["beyond_control"] = {
-                    name: value if name == "n" else (value - guessed["value"]) / (1 - guessed["value"])
-                    for name, value in figures[CONTROLLED].items()
-                }
-        missing = [
-            f"{name}: {part['reason'] or 'not measured yet'}"
-            for name, part in ((READ, row), (CONTROL, control))
-            if part["status"] != MEASURED
-        ]
-        keys = {name: value for name, value in row["keys"].items() if name != "part"}
-        result.append(
-            {
-                **row, "keys": keys, "figures": figures, "status": NOT_RUN if missing else MEASURED,
-                "reason": "; ".join(missing) or None,
-            }
-        )  # fmt: skip
-    return result
-
-
-def _plan(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["keys"]["alpha"], row["keys"]["c"]
+def _ends(text: str) -> tuple[int, int]:
+    """Return the client's first and last layers of ``FIRST/LAST``."""
+    first, _, last = text.partition("/")
+    return _whole(first, "FIRST of FIRST/LAST", 1), _whole(last, "LAST of FIRST/LAST", 0)
