@@ -34,6 +34,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     },
     "hardenings": {
         "client": "hiddenlab.defenses.cascade.hardening:ClientLayers",
+        "noise": "hiddenlab.defenses.cascade.hardening:ClientNoise",
         "secret-maps": "hiddenlab.defenses.cascade.hardening:SecretCoordinates",
     },
     "metrics": {"text": "hiddenlab.eval.measures.metrics:score_text"},

@@ -244,10 +244,14 @@ class Channel:
             model=model.ref.name,
             signature=provider.signature,
             site=model.site,
-            channel=self.specs,
             provider_dtype=_name(provider.dtype),
             quantization=provider.quantization,
         )
+        return self.published(info)
+
+    def published(self, info: ObservationInfo) -> ObservationInfo:
+        """Return public facts with what the channel publishes of itself, for rows that passed it elsewhere."""
+        info = replace(info, channel=self.specs)
         for defense in self.defenses:
             info = defense.publish(info)
         return info

@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from hiddenlab.attacks.self_scores import SelfScores
 from hiddenlab.defenses.cascade.backend import Cascade
+from hiddenlab.defenses.cascade.client_layers import BetweenClientLayers
 from hiddenlab.defenses.cascade.command import Backend, run
 from hiddenlab.defenses.cascade.exposure import NOT_MEASURED, NOT_PRIVATE, attack_on, verdicts
 from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.hardening import ClientLayers, Hardening, SecretCoordinates
 from hiddenlab.defenses.cascade.load import load_cascade_model, plain_outputs
+from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.planning import plan
 from hiddenlab.defenses.cascade.secret_maps import Secret, SecretMaps
 from hiddenlab.errors import HiddenlabError, InputError
@@ -104,6 +106,31 @@ def test_padding_is_hidden_from_the_clients_layers_too(tiny: TinyPath) -> None:
         expected = unhardened.forward(tokens, made, mask=mask)
         found = hardened.forward(tokens, made, mask=mask)
     assert torch.allclose(found[mask], expected[mask], atol=1e-4)
+
+
+def test_noise_of_the_client_is_gaussian_stays_with_a_request_and_is_told_to_attacks(
+    tiny: TinyPath, tmp_path: Path
+) -> None:
+    path, n = tiny("gemma2", tokenizer=True), 60
+    spec, made = "client:first=1,last=1|noise:sigma=0.2", Plan.clustered(n, 2, alpha=2)
+    cascade = Backend(model=path, harden=spec).start(2, 1, False)
+    assert isinstance(cascade, BetweenClientLayers)
+    model = load_cascade_model(path, attention="eager")
+    embedded = model.get_input_embeddings()(prompt(n)).detach()
+    whole = cascade._noised(Pass("a", made), prompt(n))
+    parts = [cascade._noised(Pass("a", Plan.clustered(n, 2, alpha=2), since=40), prompt(n)[40:])]
+    assert torch.equal(whole[40:], parts[0])
+    noise = (whole - embedded) / 0.2
+    assert abs(float(noise.mean())) < 0.05 and abs(float(noise.std()) - 1) < 0.05
+    assert abs(float(noise.quantile(0.9)) - 1.2816) < 0.1
+    assert not torch.equal(whole, cascade._noised(Pass("b", made), prompt(n)))
+    # Embeddings that the user computed get the same noise, and outputs are the model's of the noised ones.
+    assert torch.allclose(cascade._noised(Pass("a", made), embedded), whole)
+    found = cascade.step(Pass("a", made), prompt(n))
+    assert torch.allclose(found, model(inputs_embeds=whole[None]).logits[0], atol=1e-4)
+    run("what nodes see of this", Backend(model=path, harden=spec), alpha=2, c=2, record=f"{tmp_path}/seen")
+    for one in load_observations(f"{tmp_path}/seen/CompNode-0.safetensors"):
+        assert one.info.channel == ("gaussian:sigma=0.2",) and one.info.noise_sigma == 0.2
 
 
 def test_nodes_see_no_token_and_no_layer_of_the_client(tiny: TinyPath, tmp_path: Path) -> None:

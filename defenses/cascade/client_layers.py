@@ -1,20 +1,23 @@
 """Run a hardened Cascade: nodes between layers that the client computes (``hardening``)."""
 
+import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.comp_host import ATTENTION_NAME, register_cascade_attention
-from hiddenlab.defenses.cascade.hardening import ClientLayers
+from hiddenlab.defenses.cascade.hardening import ClientLayers, ClientNoise
 from hiddenlab.defenses.cascade.load import first_difference, section_of
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.defenses.cascade.node_state import NodeError
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.passes import Pass
+from hiddenlab.defenses.cascade.secret_maps import KEY_BYTES, Stream
 from hiddenlab.errors import InputError
 from hiddenlab.models.attention import use_attention
 from hiddenlab.models.checkpoint import decoder_layers
@@ -32,21 +35,35 @@ class BetweenClientLayers(Cascade):
     The client's layers run in this process, as a Cascade of one node, so that it keeps keys as nodes do.
 
     Args:
-        first, nodes, last: run the three sections of one model.
+        first, nodes, last: run the three sections of one model. noise: added to the embeddings of each request.
     """
 
-    def __init__(self, first: Cascade, nodes: Cascade, last: Cascade) -> None:
-        self._first, self._nodes, self._last = first, nodes, last
+    def __init__(
+        self, first: LocalCascade, nodes: Cascade, last: Cascade, noise: ClientNoise | None = None
+    ) -> None:
+        self._first, self._nodes, self._last, self._noise = first, nodes, last, noise
+        self._key = secrets.token_bytes(KEY_BYTES)
         self.facts, self.started = last.facts, nodes.started
 
     def step(self, work: Pass, tokens: Tensor) -> Float[Tensor, "n width"]:
         self._check(work, tokens)
         tokens_so_far = work.plan.tokens
         mine = replace(work, plan=Plan.clustered(tokens_so_far, tokens_so_far, alpha=1), last=False)
-        states = self._first.step(mine, tokens)
+        states = self._first.step(mine, self._noised(work, tokens))
         # The client's last layers attend to every row.
         states = self._nodes.step(replace(work, last=False), states)
         return self._last.step(replace(mine, last=work.last), states)
+
+    def _noised(self, work: Pass, tokens: Tensor) -> Tensor:
+        """Return the new tokens, or their embeddings with noise, which depends on the request and the position."""
+        if self._noise is None:
+            return tokens
+        model: Any = self._first.model
+        rows = tokens if tokens.is_floating_point() else model.get_input_embeddings()(tokens).detach()
+        names = (f"{work.request}\0{work.since + i}".encode() for i in range(len(rows)))
+        # A seed of torch's generator would not do: it uses 32 bits of one, which can be tried out.
+        drawn = torch.stack([Stream(b"\0".join((self._key, name))).normal(rows.shape[1]) for name in names])
+        return rows + (self._noise.sigma * drawn).to(rows)
 
     def close(self, request: str) -> None:
         for part in (self._first, self._nodes, self._last):
@@ -96,6 +113,8 @@ def _parted(config: Any) -> Verdict:
     use_attention(twin, ATTENTION_NAME)
     n = max(LENGTHS)
     sections = ClientLayers(1, 1).sections(len(decoder_layers(twin)))
-    parts = (LocalCascade(section_of(twin, section)) for section in sections)
-    found = first_difference(BetweenClientLayers(*parts), twin, n, n - TRAINED_POSITIONS + 2, TWIN_TOLERANCE)
+    first, nodes, last = (LocalCascade(section_of(twin, section)) for section in sections)
+    found = first_difference(
+        BetweenClientLayers(first, nodes, last), twin, n, n - TRAINED_POSITIONS + 2, TWIN_TOLERANCE
+    )
     return Verdict(difference=f"a small random copy gives something else so ({found})" if found else "")

@@ -120,7 +120,8 @@ class Backend:
             LocalCascade(load_cascade_model(self.model, dtype=dtype, section=section), name=self.model)
             for section in (first, last)
         ]
-        return BetweenClientLayers(own[0], self._nodes(middle, alpha, m, symmetric, progress), own[1])
+        nodes = self._nodes(middle, alpha, m, symmetric, progress)
+        return BetweenClientLayers(own[0], nodes, own[1], self.hardening.noise)
 
     def _nodes(self, section: Section, alpha: int, m: int, symmetric: bool, progress: Progress) -> "Cascade":
         """Start nodes that run a section of the model."""
@@ -306,7 +307,7 @@ def run(
             facts, answer = cascade.facts, result["output"] if new_tokens else []
             result["seen"] = save_seen(
                 cascade.seen(), Path(record), model=facts.name, signature=facts.signature, dtype=facts.dtype,
-                tokens=[*ids.tolist(), *answer], progress=progress,
+                channel=backend.hardening.channel, tokens=[*ids.tolist(), *answer], progress=progress,
             )  # fmt: skip
             grown = made.grown(len(ids) + max(0, len(answer) - 1))  # no node computes on the last token
             result |= _worst(grown, Path(record), backend.hardening)

@@ -1,4 +1,4 @@
-"""Harden a Cascade plan: the client computes some layers himself, or nodes are sent rows in secret coordinates.
+"""Harden a Cascade plan: the client computes some layers himself, adds noise, or AttnNodes get secret coordinates.
 
 A hardening is a spec, such as ``client:first=6,last=1``. It is an option of the plan, and every backend has it.
 """
@@ -69,6 +69,26 @@ class ClientLayers:
 
 
 @dataclass(frozen=True)
+class ClientNoise:
+    """Let the client add Gaussian noise to his embeddings, before his first layers; answers change with it.
+
+    Each request has noise of its own, which stays the same while tokens are added to it.
+
+    Args:
+        sigma: its standard deviation.
+
+    Raises:
+        InputError: sigma is not above 0.
+    """
+
+    sigma: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma < float("inf"):
+            raise InputError(f"sigma must be a number above 0, not {self.sigma:g}")
+
+
+@dataclass(frozen=True)
 class SecretCoordinates:
     """Send AttnNodes queries, keys and values in secret coordinates, drawn anew for each request, layer and head.
 
@@ -111,11 +131,22 @@ class Hardening:
     """All that hardens one plan; by default nothing.
 
     Attributes:
-        client: the layers that the client computes. secret_maps: of what AttnNodes get.
+        client: the layers that the client computes. noise: that he adds before them. secret_maps: of what AttnNodes
+            get.
+
+    Raises:
+        InputError: noise without layers of the client, who then does not see embeddings.
     """
 
     client: ClientLayers | None = None
+    noise: ClientNoise | None = None
     secret_maps: SecretCoordinates | None = None
+
+    def __post_init__(self) -> None:
+        if self.noise is not None and self.client is None:
+            raise InputError(
+                "noise needs layers of the client, who adds it; write 'client:first=1,last=1|noise:…'"
+            )
 
     @classmethod
     def parse(cls, spec: str | None) -> "Hardening":
@@ -141,6 +172,11 @@ class Hardening:
     def first_layer(self) -> int:
         """The number of layers before the nodes' first one."""
         return 0 if self.client is None else self.client.first
+
+    @property
+    def channel(self) -> tuple[str, ...]:
+        """What the client does to his embeddings, as specs of defenses."""
+        return () if self.noise is None else (f"gaussian:sigma={self.noise.sigma!r}",)
 
     def node_layers(self, layers: int) -> int:
         """Return how many of a model's layers the nodes compute.

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade.nodes import Partial, Rows
 from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.secret_maps import LayerMaps
@@ -45,13 +46,16 @@ class Seen:
         if positions:
             self.entries.append(Entry(Site(layer, stream), positions, rows.detach().cpu().clone(), facts))
 
-    def observations(self, model: str, signature: Sequence[float], dtype: str) -> list[Observation]:
+    def observations(
+        self, model: str, signature: Sequence[float], dtype: str, channel: Sequence[str] = ()
+    ) -> list[Observation]:
         """Return one observation for each stream, layer and key shard, with the rows of all passes by position.
 
         Args:
             model, signature: of the weights, see ``hiddenlab.types.ObservationInfo``.
-            dtype: in which the nodes computed.
+            dtype: in which the nodes computed. channel: what the client did to his embeddings.
         """
+        stages = Channel.parse(channel)
         groups: dict[tuple[str, int, Any], list[Entry]] = {}
         for entry in self.entries:
             name = entry.site.stream, entry.site.layer, entry.facts.get("key_shard")
@@ -68,6 +72,7 @@ class Seen:
                 positions=tuple(positions[i] for i in order),
                 facts={"node": self.node, "scheme": "cascade", **group[-1].facts},
             )
+            info = stages.published(info)
             observations.append(Observation(torch.cat([entry.rows for entry in group])[order], info))
         return observations
 
@@ -228,6 +233,7 @@ def save_seen(
     model: str,
     signature: Sequence[float],
     dtype: str,
+    channel: Sequence[str] = (),
     tokens: Sequence[int] = (),
     progress: Progress = silent,
 ) -> dict[str, dict[str, Any]]:
@@ -240,7 +246,7 @@ def save_seen(
     Args:
         seen: what nodes saw.
         folder: where to write.
-        model, signature, dtype: see ``Seen.observations``.
+        model, signature, dtype, channel: see ``Seen.observations``.
         tokens: of the prompt and what was generated. Those that any node computed on become ``truth.json``, which
             scores attacks on what any of the nodes saw.
         progress: called with each node.
@@ -255,7 +261,7 @@ def save_seen(
         save_truth([GroundTruth(tuple(tokens[: last + 1]))], folder / "truth.json")
     for number, record in enumerate(sorted(seen, key=_by_kind_and_numbers)):
         progress("writing what nodes saw", number, len(seen))
-        observations = record.observations(model, signature, dtype)
+        observations = record.observations(model, signature, dtype, channel)
         if not observations:
             continue
         # Where a node was lost the request ran again, and a node saw two.

@@ -65,7 +65,7 @@ class SecretMaps:
         if layer not in layers:
             name = b"\0".join((self._key, request.encode(), str(layer).encode()))
             # A seed would not do: torch's generator uses 32 bits of one, which can be tried out.
-            draw = _Stream(name)
+            draw = Stream(name)
             heads, _, d = like.shape
             forth, back = self._pair(heads, d, draw)
             # R is the inverse of back, so that keys take its transpose.
@@ -74,7 +74,7 @@ class SecretMaps:
             layers[layer] = Maps(*(part.to(device=like.device, dtype=like.dtype) for part in made))
         return layers[layer]
 
-    def _pair(self, heads: int, d: int, draw: "_Stream") -> tuple[Tensor, Tensor]:
+    def _pair(self, heads: int, d: int, draw: "Stream") -> tuple[Tensor, Tensor]:
         """Return invertible matrices ``[heads, d, d]`` and their inverses.
 
         Orthogonal matrices on both sides of a diagonal one bound how much rounding grows.
@@ -86,7 +86,7 @@ class SecretMaps:
         return (left * stretch) @ right, (right.mT / stretch) @ left.mT
 
 
-class _Stream:
+class Stream:
     """Random numbers that only who has the key can compute: SHAKE-256 of a name that holds it, and a count."""
 
     def __init__(self, name: bytes) -> None:
@@ -99,6 +99,10 @@ class _Stream:
         drawn = hashlib.shake_256(name).digest(8 * prod(shape))
         whole = torch.frombuffer(bytearray(drawn), dtype=torch.int64) >> 12  # -2^51 to 2^51 - 1
         return ((whole.to(torch.float64) + 0.5) / 2**51).reshape(shape)
+
+    def normal(self, *shape: int) -> Float[Tensor, "..."]:
+        """Return independent numbers of the standard normal distribution."""
+        return torch.erfinv(self.between_ones(*shape)) * 2**0.5
 
 
 class LayerMaps:
