@@ -75,8 +75,7 @@ def test_evidence_left_out_has_no_weight_and_the_others_are_learned_without_it(t
     model = tiny_model("llama", 2)
     observation = shown(model, "gaussian:sigma=0.01")
     weights = {
-        part: BeamDecoding(without=part, sweeps=0).fit(observation.info, model).measured
-        for part in ("", "probe")
+        part: BeamDecoding(without=part).fit(observation.info, model).measured for part in ("", "probe")
     }
     assert weights["probe"]["weight_probe"] == 0 < weights[""]["weight_probe"]
     others = [name for name in FEATURES if name != "probe"]
@@ -93,7 +92,7 @@ def test_the_search_of_a_beam_without_its_parts(
     monkeypatch.setattr("hiddenlab.attacks.beam_decoding.local_search.improve", lambda *_: moved.append(1))
     ahead = {}
     for part in ("", "lookahead", "moves", "widening"):
-        attack = BeamDecoding(without=part, sweeps=0, beam=2, width=8).fit(observation.info, model)
+        attack = BeamDecoding(without=part, beam=2, width=8).fit(observation.info, model)
         prepared = attack.prepare(observation)
         before = len(moved)
         with torch.inference_mode():

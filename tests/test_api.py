@@ -218,7 +218,7 @@ def test_options_that_would_be_ignored_are_refused(model: hl.TruncatedModel, tmp
         *slow_cases(
             (lambda: hl.attacks.VocabMatch(proposal="vocab"), "identity"),
             (lambda: hl.attacks.MissingTokenSearch(budget=50), "drop-rows:size=1,after=2"),
-            (lambda: hl.attacks.BeamDecoding(lm=False, sweeps=0), "gaussian:sigma=0.01"),
+            (lambda: hl.attacks.BeamDecoding(lm=False), "gaussian:sigma=0.01"),
         ),
     ],
 )

@@ -160,7 +160,7 @@ def test_a_prompt_behind_unknown_noise_comes_back(
     observation, _ = Channel.parse([f"unknown-gaussian:sigma={sigma}"]).release(
         model, TOKENS, torch.Generator().manual_seed(0)
     )
-    attack = BeamDecoding(lm=False, sweeps=1, width=3000, beam=2)
+    attack = BeamDecoding(lm=False, width=3000, beam=2)
     assert attack.fit(observation.info, model).measured == {}  # the first prompt tells the strength
     assert attack.recover(observation).ids == TOKENS
     assert attack.measured["noise_sigma"] == pytest.approx(sigma, rel=0.5)

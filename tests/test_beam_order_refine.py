@@ -54,7 +54,7 @@ def test_an_order_that_noise_hides_comes_back(
     specs = [f"gaussian:sigma={strength(model, 1.0)}", "seq-perm"]
     right = []
     for orders in (False, True):
-        observation, secret, attack, made = prepared(model, specs, beam=2, sweeps=0, orders=orders)
+        observation, secret, attack, made = prepared(model, specs, beam=2, orders=orders)
         view = made.reader.read(observation)
         tokens = torch.tensor([TOKENS[place] for place in secret.row_order])
         known = replace(

@@ -131,7 +131,7 @@ def test_shuffled_prompts_that_stay_unexplained_are_begun_anew(
         monkeypatch.setattr(module, "decode", spoilt)
         monkeypatch.setattr(module, "move_parts", lambda *_: None)
     monkeypatch.setattr(Unknown, "begin", counted)
-    attack = BeamDecoding(lm=False, width=3000, beam=2, rounds=1, sweeps=0)
+    attack = BeamDecoding(lm=False, width=3000, beam=2, rounds=1)
     attack.fit(observation.info, model).prepare(observation)
     start = model.evaluated_tokens
     found = attack.fit(observation.info, model).recover(observation)
@@ -230,5 +230,5 @@ def test_what_is_not_a_number_is_not_kept(tiny_model: LoadModel, monkeypatch: py
 
 
 def test_rounds_are_a_number() -> None:
-    with pytest.raises(InputError, match="sweeps and rounds must be at least 0, not 6 and -1"):
+    with pytest.raises(InputError, match="rounds must be at least 0, not -1"):
         BeamDecoding(rounds=-1)

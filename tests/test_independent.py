@@ -66,7 +66,7 @@ def attacked(config: AttackConfig, order: Callable[[list[Any]], list[Any]]) -> l
         pytest.param("sipit", (), marks=pytest.mark.slow),
         ("nearest", ()),
         pytest.param(
-            "beam-decoding:beam=2,width=4,batch=2,sweeps=0",
+            "beam-decoding:beam=2,width=4,batch=2",
             ("unknown-gaussian:sigma=0.05",),
             marks=pytest.mark.slow,
         ),

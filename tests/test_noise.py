@@ -74,12 +74,12 @@ def test_what_is_asked_for_is_what_is_measured(deep: str) -> None:
         Setting(model=deep, layers=(2,)),
         channels="seq-perm",
         methods="gaussian:0.10, gaussian:sigma=0.1,int8",
-        attacks="beam-decoding:beam=4,sweeps=0,beam-decoding",
+        attacks="beam-decoding:beam=4,rounds=0,beam-decoding",
     )
     assert [tuple(cell.keys.values()) for cell in asked.cells] == [
         (method, "seq-perm", 2, attack)
         for method in ("gaussian:sigma=0.1", "int8")
-        for attack in ("beam-decoding:beam=4,sweeps=0", "beam-decoding")
+        for attack in ("beam-decoding:beam=4,rounds=0", "beam-decoding")
     ]
     assert {cell.paper[f"ROUGE-L, {paper.GEMMA}"] for cell in asked.cells} == {None}
     assert not [note for note in asked.notes if "candidates a token" in note]

@@ -12,7 +12,6 @@ from hiddenlab.attacks.beam_decoding.distortion_model import learn_distortion_mo
 from hiddenlab.attacks.beam_decoding.features import FEATURES, TRACES, Learned
 from hiddenlab.attacks.beam_decoding.hypotheses import Decoding, Effort, Engines, start
 from hiddenlab.attacks.beam_decoding.local_search import move_parts
-from hiddenlab.attacks.beam_decoding.noise_refine import Refined, refine_decodings
 from hiddenlab.attacks.beam_decoding.noise_strength import first_step, settle, strength_of
 from hiddenlab.attacks.beam_decoding.order_linearized import place_free
 from hiddenlab.attacks.beam_decoding.order_refine import reorder_decodings
@@ -88,14 +87,13 @@ class BeamDecoding(Attack):
         width: candidates run for each hypothesis, many more where columns are shuffled and the best is in doubt. Where
             noise hides the order, more hypotheses with fewer candidates recover more (24 and 12, say).
         batch: prompts at once. lm: use the language model.
-        sweeps: passes over noised embeddings (see ``noise_refine``), which need float32; 0 for none.
-        rounds: searches for unknown embeddings before the prompt (see ``prefix_inversion``) at most, also in float32;
-            as many again where an order has to be started anew.
+        rounds: searches for unknown embeddings before the prompt (see ``prefix_inversion``) at most, in float32; as
+            many again where an order has to be started anew.
         orders: order rows behind one layer of noised embeddings by how much noise they need (see ``order_refine``),
             also in float32; it takes minutes a prompt.
         without: parts left out, joined by ``+``: a kind of evidence by name (``probe``, ``trace-1`` and so on),
             ``lookahead`` (what unused rows are expected to bring), ``widening`` (more candidates where the best is in
-            doubt), ``moves`` (rows moved once all are placed). The others are options: ``lm``, ``sweeps``, ``rounds``.
+            doubt), ``moves`` (rows moved once all are placed). The others are options: ``lm``, ``rounds``.
     """
 
     use_when = "states are noised, quantized or shuffled, and no distance tells right from wrong"
@@ -107,18 +105,17 @@ class BeamDecoding(Attack):
         width: int = 48,
         batch: int = 8,
         lm: bool = True,
-        sweeps: int = 6,
         rounds: int = 3,
         orders: bool = False,
         without: str = "",
     ) -> None:
         if min(beam, width, batch) < 1:
             raise InputError(f"beam, width and batch must be at least 1, not {beam}, {width} and {batch}")
-        if min(sweeps, rounds) < 0:
-            raise InputError(f"sweeps and rounds must be at least 0, not {sweeps} and {rounds}")
+        if rounds < 0:
+            raise InputError(f"rounds must be at least 0, not {rounds}")
         self.without = self.left_out(without)
         limits = {name: False for name in ("lookahead", "moves") if name in self.without}
-        self.effort, self.sweeps, self.rounds = Effort(beam, width, **limits), sweeps, rounds
+        self.effort, self.rounds = Effort(beam, width, **limits), rounds
         self.batch, self.asks = batch, lm
         self.orders = orders
         self._prepared: Prepared | None = None
@@ -285,16 +282,9 @@ class BeamDecoding(Attack):
             decodings = self._decode(observations, prepared)
             decodings = self._decode_behind(observations, decodings, prepared)
             self._reorder(observations, decodings, prepared)
-        refined = self._look_again(observations, decodings, prepared)
         seconds = time.perf_counter() - started
-        costs = [
-            decoding.evaluated + (0 if new is None else new.evaluated)
-            for decoding, new in zip(decodings, refined, strict=True)
-        ]
-        return [
-            _recovery(decoding, new, cost, seconds * cost / max(1, sum(costs)))
-            for decoding, new, cost in zip(decodings, refined, costs, strict=True)
-        ]
+        total = max(1, sum(decoding.evaluated for decoding in decodings))
+        return [_recovery(decoding, seconds * decoding.evaluated / total) for decoding in decodings]
 
     def _decode(self, observations: Sequence[Observation], prepared: Prepared) -> list[Decoding]:
         engines, weights = prepared.engines, prepared.learned.weights
@@ -361,37 +351,6 @@ class BeamDecoding(Attack):
             self._begins_known = prepared, arrived
         return self._begins_known[1]
 
-    def _look_again(
-        self, observations: Sequence[Observation], decodings: Sequence[Decoding], prepared: Prepared
-    ) -> list[Refined | None]:
-        """Solve for noised embeddings of prompts whose every token has a row in known coordinates.
-
-        Float32 is required: in half precision the finite differences would be rounding errors.
-        """
-        info, model = prepared.info, prepared.model
-        sigma, results = info.noise_sigma, list[Refined | None]([None] * len(decodings))
-        if (
-            not self.sweeps
-            or sigma is None
-            or info.columns_permuted is not None
-            or model.dtype != torch.float32
-        ):
-            return results
-        whole = [i for i, observation in enumerate(observations) if observation.info.positions is None]
-        states = [observations[i].states.to(model.device).float() for i in whole]
-        solved = refine_decodings(
-            [decodings[i] for i in whole],
-            states,
-            model,
-            sigma,
-            self.sweeps,
-            info.prefix_tokens,
-            self.progress,
-        )
-        for i, solution in zip(whole, solved, strict=True):
-            results[i] = solution
-        return results
-
     def __repr__(self) -> str:
         return (
             f"BeamDecoding(beam {self.effort.beam}; knows the weights, the released states and the channel, "
@@ -415,15 +374,9 @@ def _opening(model: TruncatedModel, lm: TruncatedModel | None) -> Tensor | None:
         return lm.run([Request(lm.prefix(), first)], keep=False)[0].states[0].float().log_softmax(-1)
 
 
-def _recovery(decoding: Decoding, refined: Refined | None, evaluated: int, seconds: float) -> AttackResult:
-    steps = decoding.beam[0].steps
-    if refined is None:
-        tokens, margins, calls = [step.token for step in steps], [step.margin for step in steps], 0
-    else:
-        tokens, margins, calls = refined.tokens, refined.margins, refined.calls
-    predictions = []
-    for token, margin, step in zip(tokens, margins, steps, strict=True):
-        # The distance of a corrected token was not measured.
-        distance = step.distance if token == step.token else float("nan")
-        predictions.append(TokenPrediction(token, step.row, distance, margin, step.evaluated, False))
-    return AttackResult(tuple(predictions), evaluated, decoding.calls + calls, seconds, "complete")
+def _recovery(decoding: Decoding, seconds: float) -> AttackResult:
+    predictions = tuple(
+        TokenPrediction(step.token, step.row, step.distance, step.margin, step.evaluated, False)
+        for step in decoding.beam[0].steps
+    )
+    return AttackResult(predictions, decoding.evaluated, decoding.calls, seconds, "complete")

@@ -5,63 +5,19 @@ noised embedding with as many dimensions. For a row and a token the most probabl
 
     |observed - state(embedding + sigma u)|² / tau² + |u|²
 
-with tau a small share of the row (the prefix's own noise is known only roughly). The right token needs noise of about
-one sigma a coordinate and explains the row; a wrong one needs more, or leaves a residual. Steps are Gauss-Newton's,
+with tau what may be left unexplained. Steps are Gauss-Newton's,
 each solved by conjugate gradients: J v is a finite difference (one pass), Jᵀ v a gradient through the truncated model.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.models import Request, TruncatedModel
-
 PRODUCTS = 12  # conjugate gradient iterations of a step
-UNEXPLAINED = 0.1  # share of a row that the noise before it may leave unexplained
 STEPS = (1.0, 0.5, 0.2)  # step lengths that are tried
 FINITE = 0.05  # root mean square, in sigma, of the displacement of a finite difference
-
-
-@dataclass
-class Problem:
-    """Rows of one prompt, each explained by one token's noised embedding behind a common chain.
-
-    Attributes:
-        chain: embeddings of the prompt, as estimated now. parents: position of each row. centre: embedding of each
-            row's token. observed: the rows. tau: standard deviation of the residual of each coordinate. noise: in units
-            of sigma. cost: see ``step``.
-    """
-
-    chain: Float[Tensor, "n d"]
-    parents: Int[Tensor, " r"]
-    centre: Float[Tensor, "r d"]
-    observed: Float[Tensor, "r e"]
-    tau: Float[Tensor, "r 1"]
-    noise: Float[Tensor, "r d"]
-    cost: Float[Tensor, " r"]
-
-
-def step(model: TruncatedModel, prompts: Sequence[Problem], sigma: float, offset: int = 0) -> None:
-    """Take one Gauss-Newton step for every row independently; replace ``noise`` and ``cost`` (in nats) in place."""
-    sizes = [len(problem.parents) for problem in prompts]
-    centre, observed, tau, noise = (
-        torch.cat([getattr(problem, name) for problem in prompts])
-        for name in ("centre", "observed", "tau", "noise")
-    )
-
-    def states(rows: Tensor, grad: bool) -> Tensor:
-        requests = [
-            Request(model.prefix(offset=offset), problem.chain, branches=part, parents=problem.parents)
-            for problem, part in zip(prompts, rows.split(sizes), strict=True)
-        ]
-        return torch.cat([answer.branches for answer in model.run(requests, keep=False, grad=grad)])
-
-    best, least = newton(states, centre, sigma, noise, observed, tau)
-    for problem, own, value in zip(prompts, best.split(sizes), least.split(sizes), strict=True):
-        problem.noise, problem.cost = own, value
 
 
 def newton(
@@ -76,8 +32,9 @@ def newton(
     """Take one Gauss-Newton step for independent problems.
 
     Args:
-        states: maps points [r, d] to what would be observed [r, e]; its second argument asks for gradients. Other
-            arguments are as in ``Problem``, a point being centre + sigma * noise; tau may differ from number to number.
+        states: maps points [r, d] to what would be observed [r, e]; its second argument asks for gradients. A point
+            is centre + sigma * noise.
+        observed: the rows. tau: standard deviation of what is left unexplained, of a row or of each number.
         products: conjugate gradient iterations.
 
     Returns:

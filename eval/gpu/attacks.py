@@ -48,7 +48,7 @@ def attack(lab: Lab, *, channel: str, prompts: int, options: dict[str, Any]) -> 
 def noise(lab: Lab, *, sigma: float, prompts: int) -> Figures:
     """Attack prompts of 50 tokens at layer 6 by beam decoding, from shuffled rows of noised embeddings."""
     model = model_at(lab, NOISE_LAYER)
-    less: dict[str, Any] = {"lm": False, "sweeps": 0, "beam": 2, "width": 8}
+    less: dict[str, Any] = {"lm": False, "beam": 2, "width": 8}
     attack = BeamDecoding(**lab.sized({}, less))
     channel = (f"gaussian:sigma={sigma}", "seq-perm")
     _, figures = attacked(lab, model, attack, channel, prompts, again=False)

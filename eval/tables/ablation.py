@@ -26,7 +26,7 @@ WITHOUT = {
         "distance over expected": "without=log-distance-over-expected",
         "all distances": "without=log-distance+log-whitened-distance+log-distance-over-expected",
         "beam": "beam=1", "lookahead": "without=lookahead", "widening": "without=widening",
-        "local search": "without=moves", "refinement": "sweeps=0", "solving for the prefix": "rounds=0",
+        "local search": "without=moves", "solving for the prefix": "rounds=0",
     },
 }  # fmt: skip
 _SHUFFLED = ("probe", "language model", "opener", "learning from failures", "screening")
@@ -42,8 +42,8 @@ MADE_FOR: dict[str, tuple[str, tuple[str, ...]]] = {
     "hidden-perm": (MATCHING, (*_SHUFFLED, "first tokens")),
     "2d-perm": (MATCHING, (*_SHUFFLED, "first tokens")),
     # What a row is expected to lie away is learned where rows or coordinates are shuffled.
-    "gaussian": (BEAM, (*_READ, "log distance", "beam", "refinement")),
-    "gaussian|seq-perm": (BEAM, (*_READ, *_DISTANCES, *_ORDER, "beam", "refinement")),
+    "gaussian": (BEAM, (*_READ, "log distance", "beam")),
+    "gaussian|seq-perm": (BEAM, (*_READ, *_DISTANCES, *_ORDER, "beam")),
     "gaussian|hidden-perm": (BEAM, (*_READ, *_DISTANCES, "beam", "widening")),
     "random-prefix": (BEAM, (*_READ, "solving for the prefix")),
     "random-prefix|seq-perm": (BEAM, (*_READ, *_ORDER, "solving for the prefix")),

@@ -50,7 +50,7 @@ def noise(
     Args:
         channels: permutations behind the noise.
         methods: defenses.
-        attacks: their specs. All three are separated by commas; a part such as ``sweeps=0`` belongs to the spec before.
+        attacks: their specs. All three are separated by commas; a part such as ``rounds=0`` belongs to the spec before.
         budget: candidates per token of plain ``vocab-match``.
         relative: strengths of ``gaussian`` over the standard deviation of the model's own embeddings, separated by
             commas, in place of methods: the same noise for models whose embeddings have other units.
