@@ -36,6 +36,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "client": "hiddenlab.defenses.cascade.hardening:ClientLayers",
         "noise": "hiddenlab.defenses.cascade.hardening:ClientNoise",
         "secret-maps": "hiddenlab.defenses.cascade.hardening:SecretCoordinates",
+        "masked-sums": "hiddenlab.defenses.cascade.hardening:MaskedSums",
     },
     "metrics": {"text": "hiddenlab.eval.measures.metrics:score_text"},
     "experiments": {

@@ -24,7 +24,7 @@ from hiddenlab.defenses.cascade.attn_host import AttnHost
 from hiddenlab.defenses.cascade.attn_worker import AttnBatch, AttnWorker
 from hiddenlab.defenses.cascade.comp_host import CompHost
 from hiddenlab.defenses.cascade.node_state import Head
-from hiddenlab.defenses.cascade.nodes import CompWorker, Partial, Rows, attention_pass, post_pass
+from hiddenlab.defenses.cascade.nodes import Answer, CompWorker, Rows, attention_pass, post_pass
 from hiddenlab.defenses.cascade.passes import Batch, Pass
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.matching.epsilon import Threshold
@@ -549,9 +549,9 @@ def layer_of(
         rows = comp.rows(card(HEADS, n, HEAD), card(KV_HEADS, n, HEAD), card(KV_HEADS, n, HEAD))
         for node, part in rows.items():
             sent.setdefault(node, {})[i] = part
-    answers: dict[int, dict[AttnNode, list[Partial]]] = {i: {} for i in comps}
+    answers: dict[int, dict[AttnNode, list[Answer]]] = {i: {} for i in comps}
     for node, came in sent.items():
-        for i, parts in workers[node].run(layer, came, how).items():
+        for i, parts in workers[node].run(layer, layer, came, how).items():
             answers[i][node] = parts
     return {i: comp.merge(answers[i]) for i, comp in comps.items()}
 
@@ -574,7 +574,7 @@ def test_cascade_copies_indices_and_masks_in_the_first_layer_only(
     for passes in (first, then, both):
         comps = {i: CompWorker(passes, i) for i in range(plan.alpha)}
         comps = {i: comp for i, comp in comps.items() if comp.positions}
-        begun = {node: worker.begin(passes) for node, worker in workers.items()}
+        begun = {node: worker.begin(passes, "batch") for node, worker in workers.items()}
         workers_now = {node: batch for node, batch in begun.items() if batch.sizes}
         for layer in range(2):
             with Crossings() as seen:
@@ -608,7 +608,7 @@ class AtOnce:
         host = self.hosts.setdefault(node, AttnHost(node))
         host.receive(0, head, rows, lambda answer: self.answers.update({(node, head.step): answer}))
 
-    def collect(self, node: AttnNode, head: Head) -> list[Partial]:
+    def collect(self, node: AttnNode, head: Head) -> list[Answer]:
         answer = self.answers.pop((node, head.step))
         if isinstance(answer, Exception):
             raise answer

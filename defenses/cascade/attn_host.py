@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hiddenlab.defenses.cascade.attn_worker import AttnBatch, AttnWorker, ForgottenError
+from hiddenlab.defenses.cascade.masked_sums import SumKeys, TooLargeError
 from hiddenlab.defenses.cascade.node_state import (
     GIVEN_UP,
     Head,
@@ -18,7 +19,7 @@ from hiddenlab.defenses.cascade.node_state import (
     remember,
 )
 from hiddenlab.defenses.cascade.node_views import Seen, record_attn
-from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.nodes import Answer, Rows
 from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.sharding import AttnNode, Plan
 
@@ -41,10 +42,10 @@ class Counters:
     elements_out: int = 0
 
 
-Reply = Callable[[list[Partial] | Exception], None]
+Reply = Callable[[list[Answer] | Exception], None]
 
 
-def _ignore(parts: list[Partial] | Exception) -> None:
+def _ignore(parts: list[Answer] | Exception) -> None:
     """Answer nobody: the CompNode has its receipt."""
 
 
@@ -79,6 +80,7 @@ class AttnHost:
         wire: dtype of numbers on the wire.
         record: keep everything received, see ``seen``. Batches then have one pass.
         device: where it computes; None is where the rows are.
+        masks: keys of masked sums; None answers with partial results.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class AttnHost:
         wire: torch.dtype | None = None,
         record: bool = False,
         device: str | None = None,
+        masks: SumKeys | None = None,
     ) -> None:
         self.node, self.wire, self.record = node, wire, record
         self.name = attn_name(node)
@@ -97,7 +100,7 @@ class AttnHost:
         self.ticks = 0  # grows with every message received and every layer computed
         self.seen: list[Seen] = []
         self.plans: dict[str, Plan] = {}  # of the last pass of each request that is kept
-        self._worker = AttnWorker(node, compress=compress)
+        self._worker = AttnWorker(node, compress=compress, masks=masks)
         self._computing = threading.Lock()  # over the worker
         self._running: dict[str, _Running] = {}
         self._aborted: dict[str, None] = {}
@@ -142,7 +145,7 @@ class AttnHost:
             self.ticks += 1
             parts = answers[sender] if rows.queries.shape[1] else []
             if self.wire is not None:
-                parts = [Partial.of([t.to(self.wire) for t in part.tensors]) for part in parts]
+                parts = [part.to(self.wire) for part in parts]
             self.counters.elements_out += sum(part.elements for part in parts)
             reply(parts)
 
@@ -182,14 +185,14 @@ class AttnHost:
 
     def _attend(
         self, running: _Running, head: Head, arrived: Mapping[int, tuple[Rows, Reply]]
-    ) -> dict[int, list[Partial]]:
+    ) -> dict[int, list[Answer]]:
         taken = {sender: sent.to(self.device) for sender, (sent, _) in arrived.items()}
         with torch.inference_mode(), self._computing:
             if head.batch in self._aborted:
                 raise NodeError(GIVEN_UP)
             if running.begun is None:
                 try:
-                    running.begun = self._worker.begin(running.passes)
+                    running.begun = self._worker.begin(running.passes, head.batch)
                 except ForgottenError:
                     raise self._forgot() from None
                 self.counters.passes += running.begun.asked
@@ -200,7 +203,14 @@ class AttnHost:
                 seen = next(seen for seen in self.seen if seen.request == work.request)
                 messages = {m.comp: m for m in work.messages((self.node,))}
                 record_attn(seen, messages, head.layer, taken)
-            return running.begun.run(head.layer, taken, head.attention)
+            try:
+                return running.begun.run(head.step, head.layer, taken, head.attention)
+            except TooLargeError:
+                # No node is at fault, and none must be replaced.
+                raise NodeError(
+                    f"{self.name} cannot mask its sums of layer {head.layer + 1}: some scores are too far above those "
+                    "of rows with themselves; raise --harden masked-sums:slack, at most 16, or leave masked-sums out"
+                ) from None
 
     @staticmethod
     def _check(begun: AttnBatch, head: Head, rows: Mapping[int, Rows]) -> None:
@@ -208,7 +218,12 @@ class AttnHost:
         for comp, (queries, keys) in begun.sizes.items():
             sent, name = rows[comp], comp_name(comp)
             counts = [tensor.shape[1] for tensor in sent.tensors]
-            if counts != [queries, keys, keys]:
+            if counts != [queries, keys, keys] + [queries] * begun.masked:
+                if (sent.references is None) == begun.masked:
+                    form = "masked sums" if begun.masked else "partial results"
+                    raise NodeError(
+                        f"{name} asks for another form of answer, where this node has {form}", name
+                    )
                 raise NodeError(
                     f"{name} sent {counts[0]} query and {counts[1]} key rows in layer {head.layer + 1}, where "
                     f"{queries} and {keys} belong to this batch",

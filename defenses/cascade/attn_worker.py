@@ -9,7 +9,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from hiddenlab.defenses.cascade.key_cache import EMPTY, Bank, Held, KeyCache, Writes, span
-from hiddenlab.defenses.cascade.nodes import Partial, Pick, Rows, attention_pass, cat
+from hiddenlab.defenses.cascade.masked_sums import BlockMasks, SumKeys
+from hiddenlab.defenses.cascade.nodes import Answer, Partial, Pick, Rows, attention_pass, cat
 from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.models.attention import Attention
 from hiddenlab.sharding import AttnNode, Positions, new_of
@@ -124,11 +125,14 @@ class _Block:
     Attributes:
         parts: products, each of some of its rows.
         rows: number of query rows. slices: those of each CompNode.
+        queries: their places among all query rows. masks: of the answer; None sends it as it is.
     """
 
     parts: list[_Segment | _Group]
     rows: int
     slices: Mapping[int, slice]
+    queries: Pick
+    masks: BlockMasks | None
 
 
 class AttnWorker:
@@ -137,14 +141,18 @@ class AttnWorker:
     Args:
         node: which AttnNode.
         compress: answer with one logsumexp per row.
+        masks: keys of masked sums; None answers with partial results.
     """
 
-    def __init__(self, node: AttnNode, *, compress: bool = False) -> None:
-        self.node, self.compress = node, compress
+    def __init__(self, node: AttnNode, *, compress: bool = False, masks: SumKeys | None = None) -> None:
+        self.node, self.compress, self.masks = node, compress, masks
         self._caches: dict[int, KeyCache] = {}
 
-    def begin(self, passes: Sequence[Pass]) -> "AttnBatch":
+    def begin(self, passes: Sequence[Pass], batch: str) -> "AttnBatch":
         """Start a batch.
+
+        Args:
+            batch: its name.
 
         Raises:
             ForgottenError: earlier rows of a request are missing.
@@ -157,7 +165,7 @@ class AttnWorker:
                 held = self._caches.setdefault(shard, KeyCache()).held(work.request)
                 if before != (held.length if held is not None else 0):
                     raise ForgottenError(work.request)
-        return AttnBatch(self, passes, self._caches)
+        return AttnBatch(self, passes, self._caches, batch)
 
     def close(self, request: str) -> None:
         """Forget a request."""
@@ -175,8 +183,11 @@ class AttnBatch:
         asked: passes that ask something. stored: passes of which keys are only kept.
     """
 
-    def __init__(self, worker: AttnWorker, passes: Sequence[Pass], caches: Mapping[int, KeyCache]) -> None:
-        self.compress = worker.compress
+    def __init__(
+        self, worker: AttnWorker, passes: Sequence[Pass], caches: Mapping[int, KeyCache], batch: str
+    ) -> None:
+        self.compress, self.masked = worker.compress, worker.masks is not None
+        self._step = -1  # of the last answer
         node, blocks = worker.node, passes[0].plan.blocks(worker.node)
         counts: dict[int, list[int]] = {}  # of each CompNode: queries and keys so far
         local: list[tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]] = []
@@ -245,21 +256,44 @@ class AttnBatch:
                 else:
                     parts.append(_Segment(one, total, len(order)))
             parts += [_Group(group[0][0].bank, group, total, len(order)) for group in single.values()]
-            self._blocks.append(_Block(parts, len(order), slices))
+            masks = None
+            if worker.masks is not None:
+                asking = [
+                    (work, [to[place, p] for p in work.asked(block)])
+                    for place, work in enumerate(passes)
+                    if work.asked(block)
+                ]
+                masks = BlockMasks(worker.masks, block, batch, asking)
+            at_queries = Pick([query_at[place][p] for _, place, p in order], total[0])
+            self._blocks.append(_Block(parts, len(order), slices, at_queries, masks))
         self._masks: dict[tuple[bool, int | None, torch.device], list[list[Tensor | None]]] = {}
 
-    def run(self, layer: int, rows: Mapping[int, Rows], attention: Attention) -> dict[int, list[Partial]]:
+    def run(
+        self, step: int, layer: int, rows: Mapping[int, Rows], attention: Attention
+    ) -> dict[int, list[Answer]]:
         """Compute attention of the new query rows of all CompNodes over all key rows so far.
 
+        Args:
+            step: attention calls before this one in the batch.
+
         Returns:
-            For each CompNode, one partial result per block, its rows in the order of the batch and of its positions.
+            For each CompNode, one answer per block, its rows in the order of the batch and of its positions.
+
+        Raises:
+            TooLargeError: see ``BlockMasks.answer``. ValueError: a step that was answered, whose masks would repeat.
         """
+        if step <= self._step:
+            raise ValueError(f"attention call {step} of this batch was answered before")
+        self._step = step
         sent = [rows[comp] for comp in self.sizes]
         queries = cat([one.queries for one in sent])
         new = cat([one.keys for one in sent]), cat([one.values for one in sent])
         for writes in self._writes:
             writes.keep(layer, *new)
-        partials: dict[int, list[Partial]] = {comp: [] for comp in self.sizes}
+        references = (
+            cat([one.references for one in sent if one.references is not None]) if self.masked else None
+        )
+        answers: dict[int, list[Answer]] = {comp: [] for comp in self.sizes}
         for block, masks in zip(self._blocks, self._visible(attention, queries.device), strict=True):
             parts = [
                 (part.to, part.run(layer, queries, new, mask, attention))
@@ -275,10 +309,14 @@ class AttnBatch:
                     for there, tensor in zip(tensors, part.tensors, strict=True):
                         there[:, to.index(tensor.device)] = tensor
                 joined = Partial.of(tensors)
-            joined = joined.compressed() if self.compress else joined
+            answer: Answer = joined.compressed() if self.compress and not self.masked else joined
+            if block.masks is not None:
+                assert references is not None and joined.total is not None
+                own = joined.maximum, joined.total, joined.output
+                answer = block.masks.answer(step, block.queries(references), *own)
             for comp, mine in block.slices.items():
-                partials[comp].append(joined.rows(mine))
-        return partials
+                answers[comp].append(answer.rows(mine))
+        return answers
 
     def _visible(self, attention: Attention, device: torch.device) -> list[list[Tensor | None]]:
         """Return the masks of each block's products, made once per batch and kind of attention."""

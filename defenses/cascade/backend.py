@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hiddenlab.defenses.cascade.batching import MOST_PASSES, Batcher
 from hiddenlab.defenses.cascade.comp_host import first_position, has_head, is_causal
-from hiddenlab.defenses.cascade.node_state import NodeError, attn_name
+from hiddenlab.defenses.cascade.node_state import GIVEN_UP, NodeError, attn_name
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.passes import Batch, Pass, new_name
 from hiddenlab.errors import InputError
@@ -29,11 +29,14 @@ class Settings:
         compress: AttnNodes send one logsumexp per row in place of the paper's maximum and sum.
         wire: dtype of numbers on the wire; None sends them as computed.
         record: nodes keep what they saw.
+        slack: of masked sums, in nats; None sends partial results. With it neither ``compress`` nor ``wire`` concerns
+            answers.
     """
 
     compress: bool = False
     wire: torch.dtype | None = None
     record: bool = False
+    slack: float | None = None
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,11 @@ def in_threads(
         futures = {i: pool.submit(guarded, i) for i in order}
     errors = [error for future in futures.values() if (error := future.exception()) is not None]
     if errors:
-        # Other errors are the cause; of NodeErrors, those of nodes that were told to give up name no node.
-        raise min(errors, key=lambda e: 0 if not isinstance(e, NodeError) else 1 if e.node else 2)
+        # Other errors are the cause; of NodeErrors those that name a node, last those of nodes told to give up.
+        def rank(error: BaseException) -> int:
+            if not isinstance(error, NodeError):
+                return 0
+            return 1 if error.node else 3 if str(error) == GIVEN_UP else 2
+
+        raise min(errors, key=rank)
     return {i: future.result() for i, future in futures.items()}

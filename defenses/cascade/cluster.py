@@ -23,6 +23,7 @@ from hiddenlab.defenses.cascade.backend import ModelFacts, NodeCascade, Settings
 from hiddenlab.defenses.cascade.cost import Link
 from hiddenlab.defenses.cascade.faults import Restarts, Watch, stalled
 from hiddenlab.defenses.cascade.hardening import WHOLE, Section
+from hiddenlab.defenses.cascade.masked_sums import SumSecret
 from hiddenlab.defenses.cascade.membership import tensor_ports
 from hiddenlab.defenses.cascade.node_state import GIVEN_UP, NodeError, attn_name, comp_name, remember
 from hiddenlab.defenses.cascade.node_views import Seen
@@ -115,7 +116,7 @@ class RayCascade(NodeCascade):
         alpha, m, symmetric: as in ``Plan``; plans of requests must fit.
         settings: how the nodes work.
         section: of the model, which the CompNodes run.
-        secret: see ``CompHost``; AttnNodes are not given it.
+        secret: see ``CompHost``; AttnNodes are not given it. masks: see ``WireCascade``; CompNodes are not given them.
         address: of a running cluster (``auto`` finds it); None starts one here, and stops it in the end.
         transport: ``tcp`` from node to node, or ``objects``, the paper's form.
         timeout: seconds without any progress after which a node counts as stalled; a slow one is waited for.
@@ -144,6 +145,7 @@ class RayCascade(NodeCascade):
         settings: Settings | None = None,
         section: Section = WHOLE,
         secret: Secret | None = None,
+        masks: SumSecret | None = None,
         address: str | None = None,
         transport: str = "tcp",
         timeout: float = 60.0,
@@ -177,7 +179,8 @@ class RayCascade(NodeCascade):
         self._questions: dict[str, Any] = {}
         self._looked = time.monotonic()
         self._given_up: dict[str, None] = {}
-        nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
+        shape = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric)
+        nodes = shape.attn_nodes
         self._own = connect(address, alpha + len(nodes), (alpha + len(nodes)) * cpus, alpha * gpus, tls)
         self._lock = threading.Lock()
         self._group: Any = None
@@ -207,8 +210,9 @@ class RayCascade(NodeCascade):
                 )  # fmt: skip
             for place, node in enumerate(nodes):
                 options = self._options(alpha + place, threads, cpus, 0.0)
+                own = None if masks is None else masks.keys_of(node, shape)
                 self._make[attn_name(node)] = partial(
-                    ray.remote(_Attn).options(**options).remote, node, self.settings, key, **common
+                    ray.remote(_Attn).options(**options).remote, node, self.settings, key, masks=own, **common
                 )
             self._nodes = {attn_name(node): node for node in nodes}
             self.started = alpha, frozenset(self._nodes)

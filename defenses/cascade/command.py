@@ -128,6 +128,7 @@ class Backend:
         from hiddenlab.defenses.cascade.backend import Settings
         from hiddenlab.defenses.cascade.load import load_cascade_model
         from hiddenlab.defenses.cascade.local import LocalCascade
+        from hiddenlab.defenses.cascade.masked_sums import SumSecret
         from hiddenlab.defenses.cascade.remote import WireCascade
         from hiddenlab.models.load import parse_dtype
 
@@ -135,7 +136,9 @@ class Backend:
         dtype = parse_dtype(self.dtype)
         wire = None if self.wire is None else parse_dtype(self.wire)
         secret = None if maps is None else maps.secret(dtype, dtype if wire is None else wire)
-        settings = Settings(self.compress, wire, self.record)
+        sums = self.hardening.masked_sums
+        masks = None if sums is None else SumSecret()
+        settings = Settings(self.compress, wire, self.record, None if sums is None else sums.slack)
         if self.kind not in ("local", "wire", "ray"):
             raise InputError(f"unknown backend {self.kind!r}; known are local, wire, ray")
         if self.kind != "ray" and (self.address is not None or self.folder is not None):
@@ -145,15 +148,15 @@ class Backend:
         if self.kind != "ray":
             loaded = load_cascade_model(self.model, dtype=dtype, device=self.device, section=section)
             if self.kind == "local":
-                return LocalCascade(loaded, settings, name=self.model, secret=secret)
+                return LocalCascade(loaded, settings, name=self.model, secret=secret, masks=masks)
             return WireCascade(
                 loaded, alpha, m=m, symmetric=symmetric, settings=settings, name=self.model, link=self.link(),
-                timeout=self.timeout, secret=secret,
+                timeout=self.timeout, secret=secret, masks=masks,
             )  # fmt: skip
         entered = self.entered()
         return _with_ray("hiddenlab.defenses.cascade.cluster").RayCascade(
             self.model, alpha, m=m, symmetric=symmetric, settings=settings, section=section, secret=secret,
-            address=entered.address,
+            masks=masks, address=entered.address,
             transport=self.transport, timeout=self.timeout, restarts=self.restarts, threads=self.threads,
             cpus=self.cpus, gpus=self.gpus, dtype=dtype, device=self.device, strategy=self.strategy,
             loopback=self.loopback, tls=self.tls, concurrent=self.concurrent, link=self.link(), progress=progress,
@@ -330,7 +333,9 @@ def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progres
         yield
         return
     shape = Shape.of(load_config(resolve_model(backend.model)), element_bytes=1)
-    total = backend.hardening.node_layers(shape.layers) * sum(sent(made, shape)[0].values())
+    total = backend.hardening.node_layers(shape.layers) * sum(
+        sent(made, shape, backend.hardening.answers)[0].values()
+    )
     what, done = "nodes compute and record, numbers exchanged", threading.Event()
 
     def watch() -> None:

@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hiddenlab.defenses.cascade.masked_sums import Masked, references
 from hiddenlab.defenses.cascade.node_state import Carrier, Head, NodeError, all_finite, attn_name
-from hiddenlab.defenses.cascade.node_views import Seen, record_layers, record_partials
-from hiddenlab.defenses.cascade.nodes import CompWorker, Partial
+from hiddenlab.defenses.cascade.node_views import Seen, record_layers, record_merged, record_partials
+from hiddenlab.defenses.cascade.nodes import Answer, CompWorker, Partial
 from hiddenlab.defenses.cascade.passes import Batch
 from hiddenlab.defenses.cascade.secret_maps import LayerMaps, Secret, SecretMaps
 from hiddenlab.errors import HiddenlabError, InputError
@@ -54,6 +55,7 @@ class CompHost:
         index: of the CompNode.
         wire: dtype of numbers on the wire; None leaves them as they are.
         secret: of the maps under which AttnNodes get rows; None sends rows as they are.
+        slack: see ``Settings``.
 
     Attributes:
         ticks: grows with every layer of every batch.
@@ -61,9 +63,15 @@ class CompHost:
     """
 
     def __init__(
-        self, model: nn.Module, index: int, *, wire: torch.dtype | None = None, secret: Secret | None = None
+        self,
+        model: nn.Module,
+        index: int,
+        *,
+        wire: torch.dtype | None = None,
+        secret: Secret | None = None,
+        slack: float | None = None,
     ) -> None:
-        self.model, self.index, self.wire = model, index, wire
+        self.model, self.index, self.wire, self.slack = model, index, wire, slack
         self.maps = None if secret is None else SecretMaps(secret)
         self.times = Times()
         self.ticks = 0
@@ -129,8 +137,10 @@ class CompHost:
         return self.model(**options, logits_to_keep=index).logits[0]
 
 
-def _sound(part: Partial) -> bool:
+def _sound(part: Answer) -> bool:
     """Return whether an answer can be merged; a maximum (or logsumexp) of -inf says that a row sees no key."""
+    if isinstance(part, Masked):
+        return True
     totals = part.total is None or all_finite(part.total)
     return (
         totals
@@ -189,7 +199,9 @@ class _Seat:
         self.finish()
         ready = time.perf_counter()
         own = (q[0], k[0], v[0]) if maps is None else maps.hidden(q[0], k[0], v[0])
-        for node, rows in self.comp.rows(*own).items():
+        slack = self.host.slack
+        bounds = None if slack is None else references(q[0], k[0], attention, slack)
+        for node, rows in self.comp.rows(*own, bounds).items():
             self.carrier.post(node, head, rows.to(None, wire))
         sent = time.perf_counter()
         self.owed = head
@@ -200,7 +212,9 @@ class _Seat:
         output = self._merged(answers, layer)
         if maps is not None:
             output = maps.restored(output)
-        if self.seen is not None:
+        if self.seen is not None and slack is not None:
+            record_merged(self.seen, self.comp.positions, layer, output)
+        elif self.seen is not None:
             record_partials(self.seen, self.batch.passes[0], self.comp.positions, layer, answers, maps)
         attended = output.to(q).transpose(0, 1)[None]
         merged = time.perf_counter()
@@ -220,14 +234,17 @@ class _Seat:
             [len(work.new(self.host.index)) for work in works],
         )
 
-    def _merged(self, answers: Mapping[AttnNode, list[Partial]], layer: int) -> Tensor:
+    def _merged(self, answers: Mapping[AttnNode, list[Answer]], layer: int) -> Tensor:
         """Merge the answers.
 
         Raises:
             NodeError: a node answered in another shape, or with numbers that are not finite.
         """
+        form = Partial if self.host.slack is None else Masked
         for node, parts in answers.items():
-            if [part.output.shape[1] for part in parts] != self.comp.answers[node]:
+            if not all(isinstance(part, form) for part in parts):
+                raise NodeError(f"{attn_name(node)} answers in another form than asked for", attn_name(node))
+            if [part.count for part in parts] != self.comp.answers[node]:
                 raise NodeError(
                     f"{attn_name(node)} sent other rows than asked for in layer {layer + 1}", attn_name(node)
                 )

@@ -4,10 +4,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from hiddenlab.defenses.cascade.wide import BYTES
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
 
 STATISTICS = {"paper": 2, "logsumexp": 1}  # numbers per head and row beside the partial output
+MASKED = "masked"  # answers are masked sums, whose numbers have a size of their own
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,26 @@ def layer_bytes(plan: Plan, shape: Shape, mode: str = "paper") -> int:
     Args:
         plan, shape: of the prompt and the model.
         mode: ``paper`` sends row maximum and sum (s = 2) beside each partial output, ``logsumexp`` one number (s = 1).
+            ``masked`` sends one number more with each query, and d + 1 wide ones in place of an answer (``wide``).
     """
-    h, kv, d = shape.heads, shape.kv_heads, shape.head_dim
-    asks, keeps = 2 * d * h + STATISTICS[mode] * h, 2 * d * kv
+    query, answer, keeps = row_bytes(shape, mode)
+    asks = query + answer
     sizes = [len(split) for split in plan.splits]
     left_out = sum(asks * sizes[block.queries] + keeps * sizes[block.keys] for block in plan.left_out)
-    return shape.element_bytes * (plan.beta * (asks + keeps) * plan.tokens - left_out)
+    return plan.beta * (asks + keeps) * plan.tokens - left_out
+
+
+def row_bytes(shape: Shape, mode: str) -> tuple[int, int, int]:
+    """Return the bytes of a query row, of its answer by one block, and of a key and value row, all heads together.
+
+    Args:
+        mode: see ``layer_bytes``.
+    """
+    h, d, size = shape.heads, shape.head_dim, shape.element_bytes
+    keeps = size * 2 * d * shape.kv_heads
+    if mode == MASKED:
+        return size * h * (d + 1), BYTES * h * (d + 1), keeps
+    return size * h * d, size * h * (d + STATISTICS[mode]), keeps
 
 
 def layer_seconds(plan: Plan, shape: Shape, link: Link, mode: str = "paper") -> float:
@@ -109,11 +125,10 @@ def rounds(plan: Plan) -> int:
 
 def sent(plan: Plan, shape: Shape, mode: str = "paper") -> tuple[Counter[int], Counter[Any]]:
     """Return the bytes that each CompNode and each AttnNode sends in one layer, counted message by message."""
-    size, d = shape.element_bytes, shape.head_dim
+    query, answer, keeps = row_bytes(shape, mode)
     by_comp: Counter[int] = Counter()
     by_attn: Counter[Any] = Counter()
     for message in plan.messages():
-        queries, keys = len(message.queries) * shape.heads, 2 * len(message.keys) * shape.kv_heads
-        by_comp[message.comp] += size * d * (queries + keys)
-        by_attn[message.attn] += size * len(message.answers) * shape.heads * (d + STATISTICS[mode])
+        by_comp[message.comp] += len(message.queries) * query + len(message.keys) * keeps
+        by_attn[message.attn] += len(message.answers) * answer
     return by_comp, by_attn

@@ -119,14 +119,15 @@ def verdicts(plan: Plan, client: Collection[int] = (), hardening: Hardening = NO
 
     Args:
         client: CompNodes that the client runs, who knows the prompt.
-        hardening: of the plan. What was measured is of nodes that begin with layer 0, and of rows as they are.
+        hardening: of the plan. What was measured is of nodes that begin with layer 0, and of rows as they are. Masked
+            sums leave a CompNode its own rows to read others' tokens from.
 
     Raises:
         InputError: the plan has no such CompNode.
     """
     if wrong := [i for i in client if not 0 <= i < plan.alpha]:
         raise InputError(f"there is no CompNode {wrong[0]}; the plan has 0 to {plan.alpha - 1}")
-    comps = [_comp(plan, i, i in client) for i in range(plan.alpha)]
+    comps = [_comp(plan, i, i in client, hardening.masked_sums is not None) for i in range(plan.alpha)]
     attns = [_attn(plan, node) for node in plan.attn_nodes]
     if hardening.first_layer:
         comps = [_unmeasured(one, _gapless(plan.shards[i])) for i, one in enumerate(comps)]
@@ -170,12 +171,12 @@ def _behind_maps(plan: Plan, verdict: Verdict, first_layer: int) -> Verdict:
     return replace(found, status=NOT_PRIVATE, evidence="self scores")
 
 
-def _comp(plan: Plan, node: int, client: bool) -> Verdict:
+def _comp(plan: Plan, node: int, client: bool, masked: bool) -> Verdict:
     rows, name = plan.shards[node], comp_name(node)
     if not rows:
         return Verdict(name, NOTHING, 0, 0, 0, plan.tokens)
     missing = rows[-1] + 1 - len(rows)
-    found = {"partial sums": sums_read(plan, node), "missing tokens": gaps_read(rows)}
+    found = {"partial sums": [] if masked else sums_read(plan, node), "missing tokens": gaps_read(rows)}
     best = max(found, key=lambda attack: len(found[attack]))
     others = len(found[best])
     if client:

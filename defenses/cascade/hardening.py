@@ -1,4 +1,4 @@
-"""Harden a Cascade plan: the client computes some layers himself, adds noise, or AttnNodes get secret coordinates.
+"""Harden a Cascade plan: layers of the client, noise, secret coordinates, or masked sums.
 
 A hardening is a spec, such as ``client:first=6,last=1``. It is an option of the plan, and every backend has it.
 """
@@ -28,6 +28,7 @@ class Section:
 
 WHOLE = Section()
 MOST_SPREAD = 64.0
+MOST_SLACK = 16.0
 MOST_SPREAD_NARROW = 4.0  # of numbers of 16 bits or fewer
 
 
@@ -127,12 +128,31 @@ class SecretCoordinates:
 
 
 @dataclass(frozen=True)
+class MaskedSums:
+    """Let CompNodes learn the sum over key shards alone: AttnNodes mask their answers, and masks cancel.
+
+    Args:
+        slack: nats by which more a score may lie above that of a row with itself. Each takes 1.4 bits of precision from
+            rows that see little but themselves.
+
+    Raises:
+        InputError: a slack outside of 0 to 16, beyond which such rows lose precision that shows.
+    """
+
+    slack: float = 8.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.slack <= MOST_SLACK:
+            raise InputError(f"slack must be between 0 and {MOST_SLACK:g}, not {self.slack:g}")
+
+
+@dataclass(frozen=True)
 class Hardening:
     """All that hardens one plan; by default nothing.
 
     Attributes:
         client: the layers that the client computes. noise: that he adds before them. secret_maps: of what AttnNodes
-            get.
+            get. masked_sums: of what they answer.
 
     Raises:
         InputError: noise without layers of the client, who then does not see embeddings.
@@ -141,6 +161,7 @@ class Hardening:
     client: ClientLayers | None = None
     noise: ClientNoise | None = None
     secret_maps: SecretCoordinates | None = None
+    masked_sums: MaskedSums | None = None
 
     def __post_init__(self) -> None:
         if self.noise is not None and self.client is None:
@@ -167,6 +188,11 @@ class Hardening:
     def client_layers(self) -> int:
         """The number of layers that the client computes."""
         return 0 if self.client is None else self.client.first + self.client.last
+
+    @property
+    def answers(self) -> str:
+        """The form of AttnNodes' answers, see ``cost.layer_bytes``."""
+        return "paper" if self.masked_sums is None else "masked"
 
     @property
     def first_layer(self) -> int:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from hiddenlab.defenses.cascade.attn_host import AttnHost
 from hiddenlab.defenses.cascade.backend import ModelFacts, NodeCascade, Settings, in_threads
 from hiddenlab.defenses.cascade.comp_host import CompHost
+from hiddenlab.defenses.cascade.masked_sums import SumSecret
 from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, comp_name
 from hiddenlab.defenses.cascade.node_views import Seen
-from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.nodes import Answer, Rows
 from hiddenlab.defenses.cascade.passes import Batch
 from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.sharding import AttnNode
@@ -28,17 +29,17 @@ class _Mail:
     def __init__(self, cascade: "LocalCascade", comp: int, failed: threading.Event) -> None:
         self.cascade, self.comp, self.failed = cascade, comp, failed
         self.ready = threading.Condition()
-        self._answers: dict[tuple[AttnNode, int], list[Partial] | Exception] = {}
+        self._answers: dict[tuple[AttnNode, int], list[Answer] | Exception] = {}
 
     def post(self, node: AttnNode, head: Head, rows: Rows) -> None:
-        def reply(parts: list[Partial] | Exception) -> None:
+        def reply(parts: list[Answer] | Exception) -> None:
             with self.ready:
                 self._answers[node, head.step] = parts
                 self.ready.notify_all()
 
         self.cascade.attn_host(node).receive(self.comp, head, rows, reply)
 
-    def collect(self, node: AttnNode, head: Head) -> list[Partial]:
+    def collect(self, node: AttnNode, head: Head) -> list[Answer]:
         key = node, head.step
         with self.ready:
             self.ready.wait_for(lambda: key in self._answers or self.failed.is_set())
@@ -61,7 +62,7 @@ class LocalCascade(NodeCascade):
         model: see ``load_cascade_model``.
         settings: how the nodes work.
         name: of the model, for what is recorded.
-        secret: see ``CompHost``.
+        secret: see ``CompHost``. masks: of which AttnNodes derive their keys, where the settings ask for masked sums.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class LocalCascade(NodeCascade):
         *,
         name: str = "model",
         secret: Secret | None = None,
+        masks: SumSecret | None = None,
     ) -> None:
-        self.model, self.settings, self._secret = model, settings or Settings(), secret
+        self.model, self.settings = model, settings or Settings()
+        self._secret, self._masks = secret, masks
         super().__init__(record=self.settings.record)
         self.facts = ModelFacts.of(name, model)
         self._comps: dict[int, CompHost] = {}
@@ -86,7 +89,11 @@ class LocalCascade(NodeCascade):
             if node not in self._attns:
                 settings = self.settings
                 self._attns[node] = AttnHost(
-                    node, compress=settings.compress, wire=settings.wire, record=settings.record
+                    node,
+                    compress=settings.compress,
+                    wire=settings.wire,
+                    record=settings.record,
+                    masks=self._masks,
                 )
             return self._attns[node]
 
@@ -94,7 +101,10 @@ class LocalCascade(NodeCascade):
         """Return the CompNode with that index; make it when first needed."""
         with self._lock:
             if index not in self._comps:
-                self._comps[index] = CompHost(self.model, index, wire=self.settings.wire, secret=self._secret)
+                settings = self.settings
+                self._comps[index] = CompHost(
+                    self.model, index, wire=settings.wire, secret=self._secret, slack=settings.slack
+                )
             return self._comps[index]
 
     def _run(self, batch: Batch, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.nodes import Answer, Rows
 from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.errors import HiddenlabError
 from hiddenlab.models.attention import Attention
@@ -73,7 +73,7 @@ class Carrier(Protocol):
         """Send rows; do not wait for an answer."""
         ...
 
-    def collect(self, node: AttnNode, head: Head) -> list[Partial]:
+    def collect(self, node: AttnNode, head: Head) -> list[Answer]:
         """Wait for the answer to what was posted.
 
         Raises:

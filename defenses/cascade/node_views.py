@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hiddenlab.channels import Channel
-from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.nodes import Answer, Partial, Rows
 from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.secret_maps import LayerMaps
 from hiddenlab.models.checkpoint import LeftOut, decoder_layers
@@ -94,7 +94,7 @@ def record_partials(
     work: Pass,
     held: Iterable[int],
     layer: int,
-    answers: Mapping[AttnNode, Sequence[Partial]],
+    answers: Mapping[AttnNode, Sequence[Answer]],
     maps: LayerMaps | None = None,
 ) -> None:
     """Record partial outputs that a CompNode received; a row holds m, e (unless compressed) and u of all heads.
@@ -105,6 +105,7 @@ def record_partials(
     mine, plan = set(held), work.plan
     for node, parts in answers.items():
         for block, part in zip(plan.blocks(node), parts, strict=True):
+            assert isinstance(part, Partial)
             if maps is not None:
                 part = replace(part, output=maps.restored(part.output))
             positions = tuple(p for p in work.asked(block) if p in mine)
@@ -119,6 +120,11 @@ def record_partials(
                 "has_total": part.total is not None,
             }
             seen.add("attn", layer + 1, positions, rows, **facts)
+
+
+def record_merged(seen: Seen, held: Iterable[int], layer: int, output: Float[Tensor, "h rows dv"]) -> None:
+    """Record the attention output, which is all that masked sums show a CompNode."""
+    seen.add("attn", layer + 1, tuple(held), output.float().transpose(0, 1).flatten(1))
 
 
 @contextmanager
@@ -168,7 +174,7 @@ def joined_answers(observations: Sequence[Observation]) -> list[Observation]:
     own = next((o for o in observations if o.info.site == Site(0, "embed")), None)
     groups: dict[int, list[Observation]] = {}
     for one in observations:
-        if one.info.site.stream == "attn":
+        if one.info.site.stream == "attn" and "key_shard" in one.info.facts:
             groups.setdefault(one.info.site.layer, []).append(one)
     joined = []
     for layer, answers in groups.items():
@@ -239,7 +245,8 @@ def save_seen(
 ) -> dict[str, dict[str, Any]]:
     """Write what nodes saw, one file for each node, with an observation for each stream and layer.
 
-    CompNodes have ``embed``, ``resid`` and ``attn`` (see ``joined_answers``), AttnNodes ``q``, ``k`` and ``v``, and at
+    CompNodes have ``embed``, ``resid`` and ``attn`` (see ``joined_answers``; the attention output alone where sums are
+    masked), AttnNodes ``q``, ``k`` and ``v``, and at
     their first two layers also ``qkv`` or ``kv`` (see ``joined_sent``), what attacks read. ``load_site`` takes one of
     them from a file.
 
@@ -266,7 +273,7 @@ def save_seen(
             continue
         # Where a node was lost the request ran again, and a node saw two.
         name = record.node if record.node not in written else f"{record.node}, request {record.request}"
-        kept = [o for o in observations if o.info.site.stream != "attn"]
+        kept = [o for o in observations if "key_shard" not in o.info.facts]
         kept += joined_answers(observations) + joined_sent(observations)
         target = folder / file_name(name)
         save_observations(kept, target)

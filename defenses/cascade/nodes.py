@@ -7,11 +7,13 @@ as well.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from hiddenlab.defenses.cascade.masked_sums import Masked, merged
 from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.models.attention import Attention
 from hiddenlab.sharding import AttnNode, new_of
@@ -19,15 +21,21 @@ from hiddenlab.sharding import AttnNode, new_of
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a CompNode sends to an AttnNode in a layer, of the positions that ``Message`` names."""
+    """The rows that a CompNode sends to an AttnNode in a layer, of the positions that ``Message`` names.
+
+    Attributes:
+        references: of the queries, where sums are masked (``masked_sums``).
+    """
 
     queries: Float[Tensor, "h a d"]
     keys: Float[Tensor, "kv b d"]
     values: Float[Tensor, "kv b dv"]
+    references: Float[Tensor, "h a"] | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.queries, self.keys, self.values
+    def tensors(self) -> tuple[Tensor, ...]:
+        rows = self.queries, self.keys, self.values
+        return rows if self.references is None else (*rows, self.references)
 
     def to(self, device: str | None = None, dtype: torch.dtype | None = None) -> "Rows":
         """Return the rows on another device, or in another dtype."""
@@ -57,10 +65,6 @@ class Partial:
         total = None if self.total is None else self.total[:, index]
         return Partial(self.maximum[:, index], total, self.output[:, index])
 
-    def picked(self, pick: "Pick") -> "Partial":
-        """Return the rows that a ``Pick`` chooses."""
-        return self if pick.everything else Partial.of([pick(tensor) for tensor in self.tensors])
-
     def compressed(self) -> "Partial":
         """Replace maximum and sum by one logsumexp per row."""
         if self.total is None:
@@ -79,6 +83,28 @@ class Partial:
     @property
     def elements(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors)
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return self.output.shape[-2]
+
+    def to(self, dtype: torch.dtype) -> "Partial":
+        """Return the answer in another dtype."""
+        return Partial.of([tensor.to(dtype) for tensor in self.tensors])
+
+
+Answer: TypeAlias = Partial | Masked
+
+
+def answer_of(tensors: Sequence[Tensor]) -> Answer:
+    """Make an answer from its ``tensors``."""
+    return Masked(tensors[0]) if len(tensors) == 1 else Partial.of(tensors)
+
+
+def picked(answer: Answer, pick: "Pick") -> Answer:
+    """Return the rows of an answer that a ``Pick`` chooses."""
+    return answer if pick.everything else answer_of([pick(tensor) for tensor in answer.tensors])
 
 
 def attention_pass(
@@ -113,6 +139,12 @@ def attention_pass(
     mixed = mixed.view(*several, heads, a, width)
     output = mixed / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None].to(mixed.dtype)
     return Partial(maximum, total, output)
+
+
+def joined(answers: Sequence[Answer]) -> Float[Tensor, "h a dv"]:
+    """Merge the answers of all key shards, masked or not."""
+    partials = [answer for answer in answers if isinstance(answer, Partial)]
+    return post_pass(partials) if partials else merged([one for one in answers if isinstance(one, Masked)])
 
 
 def post_pass(parts: Sequence[Partial]) -> Float[Tensor, "h a dv"]:
@@ -200,19 +232,25 @@ class CompWorker:
         queries: Float[Tensor, "h n d"],
         keys: Float[Tensor, "kv n d"],
         values: Float[Tensor, "kv n dv"],
+        references: Float[Tensor, "h n"] | None = None,
     ) -> dict[AttnNode, Rows]:
         """Return the node's own rows for each AttnNode."""
         return {
-            node: Rows(query(queries), self._keys[node](keys), self._keys[node](values))
+            node: Rows(
+                query(queries),
+                self._keys[node](keys),
+                self._keys[node](values),
+                None if references is None else query(references),
+            )
             for node, query in self._queries.items()
         }
 
-    def merge(self, answers: Mapping[AttnNode, Sequence[Partial]]) -> Float[Tensor, "h n dv"]:
+    def merge(self, answers: Mapping[AttnNode, Sequence[Answer]]) -> Float[Tensor, "h n dv"]:
         """Merge the answers of all AttnNodes into the node's rows of the attention output."""
-        merged = [
-            post_pass([answers[node][i].picked(pick) for node, i, pick in parts]) for parts in self._groups
+        outputs = [
+            joined([picked(answers[node][i], pick) for node, i, pick in parts]) for parts in self._groups
         ]
-        return self._back(cat(merged))
+        return self._back(cat(outputs))
 
 
 class Pick:

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 
 from hiddenlab.defenses.cascade.node_state import GIVEN_UP, Head, NodeError, attn_name
-from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.nodes import Answer, Rows
 from hiddenlab.sharding import AttnNode
 
 
@@ -22,7 +22,7 @@ class ObjectCarrier:
         call = self.attns[node].answer.remote(self.index, head, ray.put(rows.to("cpu")))
         self._pending[head.batch, head.step, node] = call
 
-    def collect(self, node: AttnNode, head: Head) -> list[Partial]:
+    def collect(self, node: AttnNode, head: Head) -> list[Answer]:
         name, where = attn_name(node), f"in layer {head.layer + 1}"
         call = self._pending.pop((head.batch, head.step, node))
         try:

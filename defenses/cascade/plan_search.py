@@ -39,7 +39,12 @@ class Choice:
 
 
 def best_plan(
-    tokens: int, shape: Shape, link: Link, most_bytes: float | None, most_seconds: float | None
+    tokens: int,
+    shape: Shape,
+    link: Link,
+    most_bytes: float | None,
+    most_seconds: float | None,
+    mode: str = "paper",
 ) -> tuple[Choice | None, int]:
     """Return the (c, δ)-sharding that leaks least within a cost, and how many were compared.
 
@@ -50,26 +55,27 @@ def best_plan(
     Args:
         tokens: of the prompt. shape, link: see ``cost``.
         most_bytes, most_seconds: of a pass through all layers; None is no limit.
+        mode: of the answers, see ``layer_bytes``.
 
     Returns:
         None where no plan is within the cost.
     """
-    choices = sorted(_choices(tokens, shape, most_bytes), key=lambda choice: choice.order)
+    choices = sorted(_choices(tokens, shape, most_bytes, mode), key=lambda choice: choice.order)
     for choice in choices:
         if most_seconds is None:
             return choice, len(choices)
-        if shape.layers * layer_seconds(choice.plan(tokens), shape, link) <= most_seconds:
+        if shape.layers * layer_seconds(choice.plan(tokens), shape, link, mode) <= most_seconds:
             return choice, len(choices)
     return None, len(choices)
 
 
-def _choices(tokens: int, shape: Shape, most_bytes: float | None) -> Iterator[Choice]:
+def _choices(tokens: int, shape: Shape, most_bytes: float | None, mode: str) -> Iterator[Choice]:
     for alpha in _numbers(min(tokens, MOST_NODES)):
         for m, symmetric in product((1, 2, 4, 8), (False, True)):
             sizes = {c for c in (1, 2, 4, 8, 16, 32, 64) if c * alpha <= tokens} | {-(-tokens // alpha)}
             for c in sorted(sizes):
                 made = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=symmetric)
-                cost = shape.layers * layer_bytes(made, shape)
+                cost = shape.layers * layer_bytes(made, shape, mode)
                 if most_bytes is not None and cost > most_bytes:
                     break
                 yield Choice(

@@ -58,7 +58,7 @@ def plan(
         the cost; None where there is none), ``plan`` (settings and node counts), ``rows`` (single attacks on each
         CompNode), ``attn`` (single attacks over all AttnNodes), ``holders`` (the CompNode of each token),
         ``violations`` of Theorem 7.3 and ``cost``, by the paper's formulas for all blocks, and under ``causal`` without
-        the blocks that a causal model leaves out.
+        the blocks that a causal model leaves out; its seconds are with the ``answers`` that the plan has.
 
     Raises:
         InputError: the plan does not exist, or the model is unknown.
@@ -79,27 +79,30 @@ def plan(
         "client_layers": hardening.client_layers,
         "messages_per_layer": rounds(made),
     }
-    for mode in STATISTICS:
+    form = hardening.answers
+    modes = dict.fromkeys((*STATISTICS, form))
+    for mode in modes:
         cost[f"bytes_per_layer_{mode}"] = layer_bytes(made, shape, mode)
         cost[f"bytes_{mode}"] = shape.layers * layer_bytes(made, shape, mode)
     cost["extra_operations_per_layer"] = extra_operations(made, shape)
     # Of the product of attention scores and values, H N² d, with which the paper compares them.
     of = shape.heads * made.tokens**2 * shape.head_dim
     cost["extra_operations_share"] = cost["extra_operations_per_layer"] / of
-    cost["seconds_per_layer"] = layer_seconds(made, shape, link)
-    cost["seconds"] = shape.layers * layer_seconds(made, shape, link)
+    cost["answers"] = form
+    cost["seconds_per_layer"] = layer_seconds(made, shape, link, form)
+    cost["seconds"] = shape.layers * cost["seconds_per_layer"]
     causal = replace(made, causal=True)
     cost["causal"] = {
         "blocks_left_out": len(causal.left_out),
         "messages_per_layer": rounds(causal),
-        **{f"bytes_{mode}": shape.layers * layer_bytes(causal, shape, mode) for mode in STATISTICS},
-        "seconds": shape.layers * layer_seconds(causal, shape, link),
+        **{f"bytes_{mode}": shape.layers * layer_bytes(causal, shape, mode) for mode in modes},
+        "seconds": shape.layers * layer_seconds(causal, shape, link, form),
     }
     owner = {position: i for i, shard in enumerate(made.shards) for position in shard}
     found = verdicts(made, _client_nodes(client), hardening)
-    bound = float(cost["bytes_paper"]) if most_bytes is None and most_seconds is None else most_bytes
+    bound = float(cost[f"bytes_{form}"]) if most_bytes is None and most_seconds is None else most_bytes
     shares = mean_shares(made)
-    best, compared = best_plan(tokens, shape, link, bound, most_seconds)
+    best, compared = best_plan(tokens, shape, link, bound, most_seconds, form)
     return {
         "summary": summary(found),
         "evidence": evidence_lines(found, hardening),
@@ -131,12 +134,12 @@ def plan(
                 "clusters": len(gaps(shard)) + bool(shard),
                 "smallest_gap": smallest_gap(shard),
                 "by_row_matching_alone": recoverable(shard, rho),
-                # Both were measured of nodes that begin with layer 0.
+                # Both were measured of nodes that begin with layer 0, the second of sums that are not masked.
                 "by_missing_tokens": len(shard) + len(gaps_read(shard))
                 if not hardening.first_layer
                 else None,
                 "by_partial_sums": len(shard) + len(sums_read(made, i))
-                if not hardening.first_layer
+                if not hardening.first_layer and hardening.masked_sums is None
                 else None,
             }
             for i, shard in enumerate(made.shards)

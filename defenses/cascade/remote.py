@@ -17,6 +17,7 @@ from hiddenlab.defenses.cascade.comp_host import CompHost
 from hiddenlab.defenses.cascade.cost import Link
 from hiddenlab.defenses.cascade.hardening import WHOLE, Section
 from hiddenlab.defenses.cascade.load import load_cascade_model
+from hiddenlab.defenses.cascade.masked_sums import SumKeys, SumSecret
 from hiddenlab.defenses.cascade.node_state import (
     GIVEN_UP,
     Carrier,
@@ -27,7 +28,7 @@ from hiddenlab.defenses.cascade.node_state import (
     remember,
 )
 from hiddenlab.defenses.cascade.node_views import Seen
-from hiddenlab.defenses.cascade.nodes import Partial, Rows
+from hiddenlab.defenses.cascade.nodes import Answer, Rows, answer_of
 from hiddenlab.defenses.cascade.passes import Batch, Pass
 from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.defenses.cascade.wire import LOCAL, Address, Endpoint, Hub, WireError
@@ -73,17 +74,17 @@ class Mailbox:
     def __init__(self, timeout: float | None, progress: Callable[[], int] = lambda: 0) -> None:
         self.timeout, self.progress = timeout, progress
         self._ready = threading.Condition()
-        self._answers: dict[tuple[str, int, str], list[Partial] | NodeError] = {}
+        self._answers: dict[tuple[str, int, str], list[Answer] | NodeError] = {}
         self._lost: set[str] = set()
         self._aborted: dict[str, None] = {}
 
-    def put(self, batch: str, step: int, sender: str, parts: list[Partial] | NodeError) -> None:
+    def put(self, batch: str, step: int, sender: str, parts: list[Answer] | NodeError) -> None:
         with self._ready:
             if batch not in self._aborted:
                 self._answers[batch, step, sender] = parts
                 self._ready.notify_all()
 
-    def get(self, head: Head, sender: str) -> list[Partial]:
+    def get(self, head: Head, sender: str) -> list[Answer]:
         """Wait for an answer.
 
         Raises:
@@ -147,7 +148,7 @@ class HubCarrier:
                 f"{attn_name(node)} is lost in layer {head.layer + 1}: {error}", attn_name(node)
             ) from None
 
-    def collect(self, node: AttnNode, head: Head) -> list[Partial]:
+    def collect(self, node: AttnNode, head: Head) -> list[Answer]:
         return self.mailbox.get(head, attn_name(node))
 
 
@@ -182,7 +183,7 @@ class RemoteComp:
     ) -> None:
         loaded = loaded or load_cascade_model(model, dtype=dtype, device=device, section=section)
         self.index, self.settings = index, settings
-        self.host = CompHost(loaded, index, wire=settings.wire, secret=secret)
+        self.host = CompHost(loaded, index, wire=settings.wire, secret=secret, slack=settings.slack)
         self.facts = ModelFacts.of(model, loaded)
         self.mailbox = Mailbox(timeout)
         # A layer can take minutes, so each of its modules counts as progress.
@@ -236,16 +237,19 @@ class RemoteComp:
 
     def _receive(self, sender: str, head: dict[str, Any], tensors: list[Tensor]) -> None:
         size = head["size"]
-        parts: list[Partial] | NodeError = []
+        parts: list[Answer] | NodeError = []
         if head.get("failed"):
             parts = NodeError(head["failed"], head["node"], forgot=head["forgot"])
         elif size:
-            parts = [Partial.of(tensors[i : i + size]) for i in range(0, len(tensors), size)]
+            parts = [answer_of(tensors[i : i + size]) for i in range(0, len(tensors), size)]
         self.mailbox.put(head["batch"], head["step"], sender, parts)
 
 
 class RemoteAttn:
-    """An AttnNode that communicates over a hub; it has no weights, and no rows but those it is sent."""
+    """An AttnNode that communicates over a hub; it has no weights, and no rows but those it is sent.
+
+    ``masks``: its own keys of masked sums.
+    """
 
     def __init__(
         self,
@@ -256,9 +260,15 @@ class RemoteAttn:
         endpoint: Endpoint = LOCAL,
         link: Link | None = None,
         device: str = "cpu",
+        masks: SumKeys | None = None,
     ) -> None:
         self.host = AttnHost(
-            node, compress=settings.compress, wire=settings.wire, record=settings.record, device=device
+            node,
+            compress=settings.compress,
+            wire=settings.wire,
+            record=settings.record,
+            device=device,
+            masks=masks,
         )
         self.hub = Hub(self.host.name, key, self._receive, lambda peer: None, endpoint=endpoint, link=link)
 
@@ -266,16 +276,16 @@ class RemoteAttn:
         """Return a number that grows while any pass makes progress."""
         return self.host.ticks
 
-    def answer(self, comp: int, head: Head, rows: Rows) -> list[Partial]:
+    def answer(self, comp: int, head: Head, rows: Rows) -> list[Answer]:
         """Take rows and wait for the answer, for carriers that call a method.
 
         Raises:
             NodeError: the node failed, or the batch was given up.
         """
         came = threading.Event()
-        answers: list[list[Partial] | Exception] = []
+        answers: list[list[Answer] | Exception] = []
 
-        def reply(parts: list[Partial] | Exception) -> None:
+        def reply(parts: list[Answer] | Exception) -> None:
             answers.append(parts)
             came.set()
 
@@ -297,7 +307,7 @@ class RemoteAttn:
         self.host.receive(int(sender.split()[-1]), head, Rows(*tensors), self._reply(sender, head))
 
     def _reply(self, sender: str, head: Head) -> Reply:
-        def reply(parts: list[Partial] | Exception) -> None:
+        def reply(parts: list[Answer] | Exception) -> None:
             about: dict[str, Any] = {"batch": head.batch, "step": head.step, "size": 0}
             if isinstance(parts, Exception):
                 node = parts.node if isinstance(parts, NodeError) else self.host.name
@@ -319,7 +329,7 @@ class WireCascade(NodeCascade):
         model: see ``load_cascade_model``; all CompNodes share it.
         alpha, m, symmetric: as in ``Plan``.
         endpoint: where each node listens, and whether with TLS.
-        secret: see ``CompHost``.
+        secret: see ``CompHost``. masks: see ``LocalCascade``; each AttnNode gets its own keys alone.
     """
 
     def __init__(
@@ -335,13 +345,18 @@ class WireCascade(NodeCascade):
         endpoint: Endpoint = LOCAL,
         timeout: float = 60.0,
         secret: Secret | None = None,
+        masks: SumSecret | None = None,
     ) -> None:
         settings, key = settings or Settings(), secrets.token_bytes(32)
         super().__init__(record=settings.record)
-        nodes = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes
+        shape = Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric)
+        nodes = shape.attn_nodes
         self.facts = ModelFacts.of(name, model)
         self.started = alpha, frozenset(map(attn_name, nodes))
-        self.attns = [RemoteAttn(node, settings, key, endpoint=endpoint, link=link) for node in nodes]
+        own = {node: None if masks is None else masks.keys_of(node, shape) for node in nodes}
+        self.attns = [
+            RemoteAttn(node, settings, key, endpoint=endpoint, link=link, masks=own[node]) for node in nodes
+        ]
         self.comps = [
             RemoteComp(
                 i,

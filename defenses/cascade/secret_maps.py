@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 KEY_BYTES = 32
@@ -92,13 +92,19 @@ class Stream:
     def __init__(self, name: bytes) -> None:
         self._name, self._drawn = name, 0
 
-    def between_ones(self, *shape: int) -> Float[Tensor, "..."]:
-        """Return numbers between -1 and 1, never one of both."""
+    def words(self, *shape: int) -> Int[Tensor, "..."]:
+        """Return uniform 64-bit integers."""
         name = b"\0".join((self._name, str(self._drawn).encode()))
         self._drawn += 1
         drawn = hashlib.shake_256(name).digest(8 * prod(shape))
-        whole = torch.frombuffer(bytearray(drawn), dtype=torch.int64) >> 12  # -2^51 to 2^51 - 1
-        return ((whole.to(torch.float64) + 0.5) / 2**51).reshape(shape)
+        if not drawn:
+            return torch.empty(shape, dtype=torch.int64)
+        return torch.frombuffer(bytearray(drawn), dtype=torch.int64).reshape(shape)
+
+    def between_ones(self, *shape: int) -> Float[Tensor, "..."]:
+        """Return numbers between -1 and 1, never one of both."""
+        whole = self.words(*shape) >> 12  # -2^51 to 2^51 - 1
+        return (whole.to(torch.float64) + 0.5) / 2**51
 
     def normal(self, *shape: int) -> Float[Tensor, "..."]:
         """Return independent numbers of the standard normal distribution."""

@@ -34,6 +34,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
+    "int64": torch.int64,  # of masked sums
 }
 HANDSHAKE_SECONDS = 10.0
 

@@ -34,7 +34,7 @@ HardenOpt = Annotated[
     Option(
         "--harden",
         metavar="SPEC",
-        help="Hide more than the plan: client:first=6,last=1 (the client's layers), noise, secret-maps; join with '|'.",
+        help="Hide more than the plan: client:first=6,last=1, noise, secret-maps, masked-sums; several with '|'.",
     ),
 ]
 SymmetricOpt = Annotated[bool, Option("--symmetric", help="AttnNodes (j, k) and (k, j) are one node.")]

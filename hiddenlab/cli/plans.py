@@ -49,8 +49,7 @@ def show_plan(result: Mapping[str, Any], link: str) -> None:
         f"{count_of(attn['most_tokens'], 'token')}, smallest gap {cell(attn['smallest_gap'])}; at most "
         f"{attn['most_by_row_matching_alone']} by row matching alone",
         *_kept(settings["harden"], cost),
-        f"on the wire, {settings['model']}, {count_of(cost['layers'], 'layer')}: {cost['bytes_paper'] / 1e6:.1f} MB "
-        f"with row maximum and sum, {cost['bytes_logsumexp'] / 1e6:.1f} MB with one logsumexp; "
+        f"on the wire, {settings['model']}, {count_of(cost['layers'], 'layer')}: {_bytes(cost)}; "
         f"{count_of(cost['messages_per_layer'], 'message')} a layer",
         f"time of the traffic alone: {cost['seconds'] * 1e3:.1f} ms at {link}",
         f"computation beyond the plain model's: {cost['extra_operations_per_layer'] / 1e6:.2f} million operations a "
@@ -60,7 +59,7 @@ def show_plan(result: Mapping[str, Any], link: str) -> None:
     if left_out := cost["causal"]["blocks_left_out"]:
         needed, every = cost["causal"], count_of(settings["beta"] ** 2, "block")
         lines.append(
-            f"a causal model sends {needed['bytes_paper'] / 1e6:.1f} MB of that, in "
+            f"a causal model sends {needed['bytes_' + cost['answers']] / 1e6:.1f} MB of that, in "
             f"{count_of(needed['messages_per_layer'], 'message')} a layer: {left_out} of {every} hold no key that "
             "their queries see, and are left out"
         )
@@ -70,6 +69,14 @@ def show_plan(result: Mapping[str, Any], link: str) -> None:
         lines.append(f"not secure by Theorem 7.3: {violations[0]}{more}")
     for line in [*lines, *best_lines(result)]:
         screen.print(line)
+
+
+def _bytes(cost: Mapping[str, Any]) -> str:
+    """Return the bytes of a plan by the form of its answers."""
+    plain = f"{cost['bytes_paper'] / 1e6:.1f} MB"
+    if (form := cost["answers"]) != "paper":
+        return f"{cost[f'bytes_{form}'] / 1e6:.1f} MB with {form} sums, {plain} without"
+    return f"{plain} with row maximum and sum, {cost['bytes_logsumexp'] / 1e6:.1f} MB with one logsumexp"
 
 
 def _kept(harden: str | None, cost: Mapping[str, Any]) -> list[str]:

@@ -330,9 +330,12 @@ def test_objects_carry_the_same(cascade: RayCascade, local: LocalCascade, path: 
     assert answer(cascade, 4) == answer(local, 4)
 
 
-def test_a_hardened_cluster_gives_the_same(local: LocalCascade, path: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "transport"), [("client:first=1,last=1", "tcp"), ("masked-sums|secret-maps", "objects")]
+)
+def test_a_hardened_cluster_gives_the_same(local: LocalCascade, path: str, spec: str, transport: str) -> None:
     nodes = Backend(
-        kind="ray", model=path, harden="client:first=1,last=1", cpus=0.1, loopback=True, timeout=TIMEOUT
+        kind="ray", model=path, harden=spec, transport=transport, cpus=0.1, loopback=True, timeout=TIMEOUT
     )
     with nodes.start(2, 1, True) as hardened:
         tokens, made = prompt(9), Plan.clustered(9, 1, alpha=2, symmetric=True)
