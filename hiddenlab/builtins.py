@@ -37,6 +37,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "noise": "hiddenlab.defenses.cascade.hardening:ClientNoise",
         "secret-maps": "hiddenlab.defenses.cascade.hardening:SecretCoordinates",
         "masked-sums": "hiddenlab.defenses.cascade.hardening:MaskedSums",
+        "shares": "hiddenlab.defenses.cascade.hardening:OnShares",
     },
     "metrics": {"text": "hiddenlab.eval.measures.metrics:score_text"},
     "experiments": {

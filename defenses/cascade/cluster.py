@@ -1,6 +1,6 @@
 """Run Cascade on a Ray cluster: Ray places, keeps and calls the nodes, and tensors go from node to node.
 
-Only this file, ``object_carrier``, ``ray_connection``, ``serve`` and ``eval.parallel`` import Ray.
+Only this file, ``object_carrier``, ``ray_connection``, ``ray_shares``, ``serve`` and ``eval.parallel`` import Ray.
 """
 
 import math
@@ -29,7 +29,7 @@ from hiddenlab.defenses.cascade.node_state import GIVEN_UP, NodeError, attn_name
 from hiddenlab.defenses.cascade.node_views import Seen
 from hiddenlab.defenses.cascade.object_carrier import ObjectCarrier
 from hiddenlab.defenses.cascade.passes import Batch
-from hiddenlab.defenses.cascade.ray_connection import FEWEST_CPUS, connect, free_resources
+from hiddenlab.defenses.cascade.ray_connection import FEWEST_CPUS, connect, free_resources, start_up
 from hiddenlab.defenses.cascade.remote import RemoteAttn, RemoteComp
 from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.defenses.cascade.secured import Tls
@@ -223,7 +223,7 @@ class RayCascade(NodeCascade):
                 wave = names[begin : begin + STARTING]
                 self._actors |= {name: self._make[name]() for name in wave}
                 calls = {name: self._actors[name].start.remote() for name in wave}
-                answers |= {name: _start_up(name, call) for name, call in calls.items()}
+                answers |= {name: start_up(name, call) for name, call in calls.items()}
                 progress("starting nodes", len(answers), len(names))
             self.facts = answers[comp_name(0)]
             self._addresses = {name: answers[name] for name in self._nodes}
@@ -375,7 +375,7 @@ class RayCascade(NodeCascade):
                 return False
             ray.kill(self._actors[name], no_restart=True)
             self._actors[name] = self._make[name]()
-            answer = _start_up(name, self._actors[name].start.remote())
+            answer = start_up(name, self._actors[name].start.remote())
             if name in self._nodes:
                 self._addresses[name] = answer
                 ray.get([self._meet(comp_name(i), [name]) for i in range(self.alpha)])
@@ -440,30 +440,6 @@ def _cause(error: Exception, calls: Mapping[Any, int], done: list[Any]) -> NodeE
     if isinstance(error, ray.exceptions.RayActorError):
         return NodeError(f"{comp} died", comp)
     return error if isinstance(error, NodeError) else NodeError(f"{comp} failed: {error}", comp)
-
-
-def _start_up(name: str, call: Any) -> Any:
-    """Wait until a node is up, and return its answer.
-
-    Raises:
-        InputError: the model cannot be loaded there.
-        NodeError: the node died at once.
-    """
-    try:
-        return ray.get(call)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, InputError):
-            raise InputError(str(cause)) from None
-        raise NodeError(f"{name} did not start: {cause}", name) from None
-    except ray.exceptions.RayActorError as error:
-        text = str(error).strip().splitlines()
-        reason = next(
-            (line for line in reversed(text) if "InputError" in line), text[0] if text else "it died"
-        )
-        if "InputError" in reason:
-            raise InputError(reason.partition("InputError: ")[2] or reason) from None
-        raise NodeError(f"{name} did not start: {reason}", name) from None
 
 
 def _short(positions: tuple[int, ...]) -> str:

@@ -110,6 +110,8 @@ class Backend:
         from hiddenlab.models.load import load_config, parse_dtype, resolve_model
 
         client = self.hardening.client
+        if self.hardening.shares is not None:
+            return self._share_nodes(progress)
         if client is None:
             return self._nodes(WHOLE, alpha, m, symmetric, progress)
         config = load_config(resolve_model(self.model))
@@ -122,6 +124,52 @@ class Backend:
         ]
         nodes = self._nodes(middle, alpha, m, symmetric, progress)
         return BetweenClientLayers(own[0], nodes, own[1], self.hardening.noise)
+
+    def check(self) -> None:
+        """Check what does not depend on the model.
+
+        Raises:
+            InputError: the kind is unknown, or does not have an option.
+        """
+        if self.kind not in ("local", "wire", "ray"):
+            raise InputError(f"unknown backend {self.kind!r}; known are local, wire, ray")
+        if self.kind != "ray" and (self.address is not None or self.folder is not None):
+            raise InputError("a cluster's address and folder go with --backend ray")
+        if self.kind == "local" and self.bandwidth is not None:
+            raise InputError("a simulated network goes with --backend wire or ray")
+        if self.hardening.shares is None:
+            return
+        if self.wire is not None:
+            raise InputError("shares are whole numbers of 64 bits; leave --wire out with --harden shares")
+        if self.record:
+            raise InputError(
+                "a share is a random number, so that --record would save nothing to attack; leave it out"
+            )
+        if self.kind == "ray" and self.bandwidth is not None:
+            raise InputError("with --harden shares a simulated network goes with --backend wire")
+
+    def _share_nodes(self, progress: Progress) -> "Cascade":
+        """Start two nodes that compute on shares."""
+        from functools import partial
+
+        from hiddenlab.defenses.cascade.share_nodes import LocalPeer, WirePeer
+        from hiddenlab.defenses.cascade.shared_linear import SharedLinear, load_client, local_shares
+        from hiddenlab.models.load import parse_dtype
+
+        self.check()
+        dtype = parse_dtype(self.dtype)
+        client, rounds = load_client(self.model, dtype)
+        if self.kind != "ray":
+            peer = LocalPeer if self.kind == "local" else partial(WirePeer, link=self.link())
+            return local_shares(
+                client, self.model, rounds, peer, device=self.device, timeout=self.timeout
+            )  # fmt: skip
+        entered = self.entered()
+        peers = _with_ray("hiddenlab.defenses.cascade.ray_shares").start_peers(
+            self.model, dtype=dtype, device=self.device, address=entered.address, tls=self.tls, threads=self.threads,
+            cpus=self.cpus, gpus=self.gpus, strategy=self.strategy, progress=progress,
+        )  # fmt: skip
+        return SharedLinear(client, self.model, rounds, peers, timeout=self.timeout)
 
     def _nodes(self, section: Section, alpha: int, m: int, symmetric: bool, progress: Progress) -> "Cascade":
         """Start nodes that run a section of the model."""
@@ -139,12 +187,7 @@ class Backend:
         sums = self.hardening.masked_sums
         masks = None if sums is None else SumSecret()
         settings = Settings(self.compress, wire, self.record, None if sums is None else sums.slack)
-        if self.kind not in ("local", "wire", "ray"):
-            raise InputError(f"unknown backend {self.kind!r}; known are local, wire, ray")
-        if self.kind != "ray" and (self.address is not None or self.folder is not None):
-            raise InputError("a cluster's address and folder go with --backend ray")
-        if self.kind == "local" and self.bandwidth is not None:
-            raise InputError("a simulated network goes with --backend wire or ray")
+        self.check()
         if self.kind != "ray":
             loaded = load_cascade_model(self.model, dtype=dtype, device=self.device, section=section)
             if self.kind == "local":
@@ -266,11 +309,11 @@ def run(
     The other arguments are those of ``plan``.
 
     Returns:
-        ``tokens``, ``comp_nodes``, ``attn_nodes``, ``seconds`` (median), ``nodes`` (counters of each node). For a pass:
-        ``next_token`` (None for a model without a head). For a generation: ``text``, ``new_tokens`` and
-        ``seconds_per_token``. With ``compare``: ``plain_seconds``, ``over_plain`` and ``max_difference`` or
-        ``same_tokens``. With ``record``: ``seen``, ``worst`` (the verdict on the node that reads most) and ``attack``
-        (the command that reads what it saw; None where no node saw anything).
+        ``tokens``, ``comp_nodes``, ``attn_nodes`` (or ``share_nodes``), ``seconds`` (median), ``nodes`` (counters of
+        each node). For a pass: ``next_token`` (None for a model without a head). For a generation: ``text``,
+        ``new_tokens`` and ``seconds_per_token``. With ``compare``: ``plain_seconds``, ``over_plain`` and
+        ``max_difference`` or ``same_tokens``. With ``record``: ``seen``, ``worst`` (the verdict on the node that reads
+        most) and ``attack`` (the command that reads what it saw; None where no node saw anything).
 
     Raises:
         InputError: the plan does not exist, the model is unknown, or the prompt is empty or too long.
@@ -288,7 +331,7 @@ def run(
         raise InputError(f"{backend.model} has no tokenizer; put one beside its weights")
     defaults = load_defaults(ref, tokenizer)
     ids = torch.tensor(token_ids(tokenizer, prompt, backend.model), dtype=torch.long)
-    made = make_plan(len(ids), alpha, c, delta, m, shards, symmetric)
+    made = make_plan(len(ids), alpha, c, delta, m, shards, symmetric, backend.hardening)
     if record is not None:
         check_new(Path(record))
     backend = replace(backend, record=record is not None)
@@ -304,7 +347,7 @@ def run(
         else:
             with _watched(cascade, backend, made, progress):
                 result = _pass(cascade, tokenizer, ids, made, 0)
-        result = {"tokens": len(ids), "comp_nodes": made.alpha, "attn_nodes": len(made.attn_nodes)} | result
+        result = {"tokens": len(ids), **backend.hardening.counts(made)} | result
         result["nodes"] = cascade.counters()
         if record is not None:
             facts, answer = cascade.facts, result["output"] if new_tokens else []

@@ -1,13 +1,16 @@
 """Compute the traffic and time of a Cascade plan, by the paper's formulas (section 7.3.1, appendix O) and exactly."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hiddenlab.defenses.cascade.fixed_point import SEED_BYTES
 from hiddenlab.defenses.cascade.wide import BYTES
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
 
+SHARE_BYTES = 8  # of a number modulo 2^64
 STATISTICS = {"paper": 2, "logsumexp": 1}  # numbers per head and row beside the partial output
 MASKED = "masked"  # answers are masked sums, whose numbers have a size of their own
 
@@ -40,6 +43,25 @@ class Shape:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return cls(config.num_hidden_layers, heads, kv_heads, head_dim, element_bytes)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Linear maps of one input, which the nodes compute together.
+
+    Attributes:
+        names: of the modules, from the list of layers: ``0.self_attn.q_proj``. width: of the input.
+        outs: widths of their outputs.
+    """
+
+    names: tuple[str, ...]
+    width: int
+    outs: tuple[int, ...]
+
+    @property
+    def layer(self) -> int:
+        """The layer of the first of them, from 0."""
+        return int(self.names[0].partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -132,3 +154,42 @@ def sent(plan: Plan, shape: Shape, mode: str = "paper") -> tuple[Counter[int], C
         by_comp[message.comp] += len(message.queries) * query + len(message.keys) * keeps
         by_attn[message.attn] += len(message.answers) * answer
     return by_comp, by_attn
+
+
+def shared_bytes(rounds: Sequence[Round], rows: int) -> tuple[int, int]:
+    """Return the bytes that the client sends and gets in rounds on shares.
+
+    In each he sends a seed to one node and a share ``[rows, in]`` to the other, and gets ``[rows, out]`` of both.
+    """
+    up = sum(SEED_BYTES + SHARE_BYTES * rows * one.width for one in rounds)
+    return up, sum(2 * SHARE_BYTES * rows * sum(one.outs) for one in rounds)
+
+
+def shared_cost(rounds: Sequence[Round], rows: int, shape: Shape, head: int, link: Link) -> dict[str, Any]:
+    """Return the cost of a pass on shares.
+
+    Floating-point operations: each node does 2·rows·in·out for each linear map, the client 4 rows² H d in each layer's
+    attention (scores, and their product with values) and 2·rows·``head`` in the head. What grows with the rows alone
+    (norms, softmax, activation functions, the shares) is not counted. A node's products are of integers; by float64
+    they take three times as many operations.
+
+    Args:
+        rounds: of the model. rows: tokens of the prompt. shape: of the model. head: numbers of the head's matrix.
+        link: the client's, through which all bytes pass.
+    """
+    up, down = shared_bytes(rounds, rows)
+    linear = sum(2 * rows * one.width * sum(one.outs) for one in rounds)
+    own = shape.layers * 4 * rows**2 * shape.heads * shape.head_dim + 2 * rows * head
+    return {
+        "layers": shape.layers,
+        "rounds": len(rounds),
+        "rounds_per_layer": len(rounds) / shape.layers,
+        "bytes_up": up,
+        "bytes_down": down,
+        "bytes_up_per_layer": up / shape.layers,
+        "bytes_down_per_layer": down / shape.layers,
+        "seconds": len(rounds) * 2 * link.latency + (up + down) / link.bandwidth,
+        "node_operations": linear,
+        "client_operations": own,
+        "client_share": own / (own + linear),
+    }

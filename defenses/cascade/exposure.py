@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from hiddenlab.defenses.cascade.hardening import NOT_HARDENED, Hardening
+from hiddenlab.defenses.cascade.hardening import NOT_HARDENED, SHARE_NODES, Hardening
 from hiddenlab.defenses.cascade.node_state import attn_name, comp_name
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import AttnNode, Plan, Positions
@@ -22,7 +22,8 @@ OWN = "OWN TOKENS ONLY"
 NOT_MEASURED = "NOT MEASURED"
 NOTHING = "NOTHING TO READ"
 CLIENT = "RUN BY THE CLIENT"
-STATUSES = (NOT_PRIVATE, NOT_MEASURED, OWN, CLIENT, NOTHING)  # from what is worst to know
+RANDOM = "RANDOM NUMBERS ONLY"
+STATUSES = (NOT_PRIVATE, NOT_MEASURED, OWN, CLIENT, RANDOM, NOTHING)  # from what is worst to know
 
 MOST_IN_SUM = 8  # unknown tokens of one key shard that a cluster's rows mix; measured for 1, 2, 4 and 8
 GAP_PER_ROW = (
@@ -139,6 +140,15 @@ def verdicts(plan: Plan, client: Collection[int] = (), hardening: Hardening = NO
     if hardening.secret_maps is not None:
         attns = [_behind_maps(plan, one, hardening.first_layer) for one in attns]
     return comps + attns
+
+
+def shared_verdicts(tokens: int) -> list[Verdict]:
+    """Return the verdicts on the two nodes of ``shares``, and on both together.
+
+    They follow from the construction: a seed is drawn without the prompt, and a number less a uniform one is uniform.
+    """
+    each = [Verdict(f"ShareNode {i}", RANDOM, 0, 0, 0, tokens) for i in range(SHARE_NODES)]
+    return [*each, Verdict("ShareNodes together", NOT_PRIVATE, tokens, 0, 0, tokens)]
 
 
 def _gapless(rows: Positions) -> bool:
@@ -300,7 +310,14 @@ def sentence(group: Sequence[Verdict]) -> str:
     who, read = _names(group), "read" if many else "reads"
     total = count_of(one.tokens, "token")
     its = "their" if many else "its"
-    if one.status == NOTHING:
+    if one.status == RANDOM:
+        get = "each get" if many else "gets"
+        what = (
+            f"{get} random numbers, whatever the prompt, and {'learn' if many else 'learns'} its length alone"
+        )
+    elif one.node.startswith("ShareNodes"):
+        what = f"add their shares, and read all of {total}"
+    elif one.status == NOTHING:
         what = f"{'get' if many else 'gets'} no token of this prompt"
     elif one.status == CLIENT:
         what = f"{'are' if many else 'is'} the client's, who knows the prompt"
@@ -332,6 +349,8 @@ def sentence(group: Sequence[Verdict]) -> str:
 
 
 def _names(group: Sequence[Verdict]) -> str:
+    if group[0].status == RANDOM:
+        return " and ".join(one.node for one in group)
     if not group[0].comp:
         if len(group) == 1:
             return group[0].node

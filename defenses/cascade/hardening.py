@@ -1,4 +1,4 @@
-"""Harden a Cascade plan: layers of the client, noise, secret coordinates, or masked sums.
+"""Harden a Cascade plan: layers of the client, noise, secret coordinates, masked sums, or shares.
 
 A hardening is a spec, such as ``client:first=6,last=1``. It is an option of the plan, and every backend has it.
 """
@@ -11,6 +11,7 @@ import torch
 from hiddenlab import registry
 from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import Plan
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Section:
 
 
 WHOLE = Section()
+SHARE_NODES = 2
 MOST_SPREAD = 64.0
 MOST_SLACK = 16.0
 MOST_SPREAD_NARROW = 4.0  # of numbers of 16 bits or fewer
@@ -147,23 +149,35 @@ class MaskedSums:
 
 
 @dataclass(frozen=True)
+class OnShares:
+    """Let two nodes compute the linear layers on additive shares, and the client all else, in place of a plan's nodes.
+
+    A node by itself gets random numbers; both together read everything.
+    """
+
+
+@dataclass(frozen=True)
 class Hardening:
     """All that hardens one plan; by default nothing.
 
     Attributes:
         client: the layers that the client computes. noise: that he adds before them. secret_maps: of what AttnNodes
-            get. masked_sums: of what they answer.
+            get. masked_sums: of what they answer. shares: in place of the plan.
 
     Raises:
-        InputError: noise without layers of the client, who then does not see embeddings.
+        InputError: noise without layers of the client, who then does not see embeddings; shares joined with others.
     """
 
     client: ClientLayers | None = None
     noise: ClientNoise | None = None
     secret_maps: SecretCoordinates | None = None
     masked_sums: MaskedSums | None = None
+    shares: OnShares | None = None
 
     def __post_init__(self) -> None:
+        others = (self.client, self.noise, self.secret_maps, self.masked_sums)
+        if self.shares is not None and any(other is not None for other in others):
+            raise InputError("--harden shares stands alone: its nodes learn nothing that others would hide")
         if self.noise is not None and self.client is None:
             raise InputError(
                 "noise needs layers of the client, who adds it; write 'client:first=1,last=1|noise:…'"
@@ -183,6 +197,12 @@ class Hardening:
                 raise InputError(f"--harden {spec!r} names {text.partition(':')[0]} twice")
             parts[name] = registry.build("hardenings", text)
         return cls(**parts)
+
+    def counts(self, plan: Plan) -> dict[str, int]:
+        """Return the number of nodes of each kind that a plan has."""
+        if self.shares is not None:
+            return {"share_nodes": SHARE_NODES}
+        return {"comp_nodes": plan.alpha, "attn_nodes": len(plan.attn_nodes)}
 
     @property
     def client_layers(self) -> int:

@@ -11,9 +11,17 @@ from hiddenlab.defenses.cascade.cost import (
     layer_bytes,
     layer_seconds,
     rounds,
+    shared_cost,
 )
-from hiddenlab.defenses.cascade.exposure import evidence_lines, gaps_read, summary, sums_read, verdicts
-from hiddenlab.defenses.cascade.hardening import Hardening
+from hiddenlab.defenses.cascade.exposure import (
+    evidence_lines,
+    gaps_read,
+    shared_verdicts,
+    summary,
+    sums_read,
+    verdicts,
+)
+from hiddenlab.defenses.cascade.hardening import NOT_HARDENED, SHARE_NODES, Hardening
 from hiddenlab.defenses.cascade.plan_search import best_plan, described, mean_shares
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan, gaps, recoverable, smallest_gap
@@ -58,7 +66,8 @@ def plan(
         the cost; None where there is none), ``plan`` (settings and node counts), ``rows`` (single attacks on each
         CompNode), ``attn`` (single attacks over all AttnNodes), ``holders`` (the CompNode of each token),
         ``violations`` of Theorem 7.3 and ``cost``, by the paper's formulas for all blocks, and under ``causal`` without
-        the blocks that a causal model leaves out; its seconds are with the ``answers`` that the plan has.
+        the blocks that a causal model leaves out; its seconds are with the ``answers`` that the plan has. On shares
+        only ``verdicts``, ``summary``, ``evidence``, ``plan`` and ``cost`` (see ``cost.shared_cost``).
 
     Raises:
         InputError: the plan does not exist, or the model is unknown.
@@ -67,10 +76,16 @@ def plan(
 
     if rho < 1 or element_bytes < 1:
         raise InputError("rho and the bytes of an element must be at least 1")
-    link = Link(bandwidth, latency)
-    made = make_plan(tokens, alpha, c, delta, m, shards, symmetric)
+    link, hardening = Link(bandwidth, latency), Hardening.parse(harden)
+    made = make_plan(tokens, alpha, c, delta, m, shards, symmetric, hardening)
     whole = Shape.of(load_config(resolve_model(model)), element_bytes)
-    hardening = Hardening.parse(harden)
+    if hardening.shares is not None:
+        if (client, most_bytes, most_seconds, rho, element_bytes) != (None, None, None, 3, 2):
+            raise InputError(
+                "--harden shares has two nodes and no plan: leave --client, --at-most-bytes, --at-most-seconds, --rho "
+                "and --bytes out"
+            )
+        return _on_shares(tokens, model, whole, link)
     shape = replace(whole, layers=hardening.node_layers(whole.layers))
     held = [made.held_by(node) for node in made.attn_nodes]
     closest = [gap for gap in map(smallest_gap, held) if gap is not None]
@@ -156,6 +171,23 @@ def plan(
     }
 
 
+def _on_shares(tokens: int, model: str, shape: Shape, link: Link) -> dict[str, Any]:
+    """Return what the two nodes of ``shares`` read, and the cost of a pass."""
+    from hiddenlab.defenses.cascade.share_rounds import find_rounds
+    from hiddenlab.models.load import load_config, resolve_model
+
+    found = shared_verdicts(tokens)
+    config = load_config(resolve_model(model))
+    head = int(config.vocab_size) * int(config.hidden_size)
+    return {
+        "summary": summary(found),
+        "evidence": [],
+        "verdicts": [one.to_json() for one in found],
+        "plan": {"tokens": tokens, "share_nodes": SHARE_NODES, "model": model, "harden": "shares"},
+        "cost": shared_cost(find_rounds(model), tokens, shape, head, link),
+    }
+
+
 def _client_nodes(text: str | None) -> list[int]:
     try:
         return [] if text is None else [int(part) for part in text.split(",")]
@@ -166,13 +198,27 @@ def _client_nodes(text: str | None) -> list[int]:
 
 
 def make_plan(
-    tokens: int, alpha: int | None, c: int, delta: int | None, m: int, shards: str | None, symmetric: bool
+    tokens: int,
+    alpha: int | None,
+    c: int,
+    delta: int | None,
+    m: int,
+    shards: str | None,
+    symmetric: bool,
+    hardening: Hardening = NOT_HARDENED,
 ) -> Plan:
-    """Make a plan by (c, δ)-sharding, or from shards given by hand.
+    """Make a plan by (c, δ)-sharding, or from shards given by hand; on shares one in which nothing is sharded.
 
     Raises:
-        InputError: the plan does not exist, or both were given.
+        InputError: the plan does not exist, both were given, or something was given beside shares.
     """
+    if hardening.shares is not None:
+        if (alpha, c, delta, m, shards, symmetric) != (None, 1, None, 1, None, False):
+            raise InputError(
+                "--harden shares has two nodes and no plan: leave --alpha, --c, --delta, --m, --shards and "
+                "--symmetric out"
+            )
+        return Plan.clustered(tokens, tokens, alpha=1)
     if shards is None:
         return Plan.clustered(tokens, c, alpha=alpha, delta=delta, m=m, symmetric=symmetric)
     if alpha is not None or delta is not None:

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hiddenlab import __version__
 from hiddenlab.defenses.cascade import secured
+from hiddenlab.defenses.cascade.node_state import NodeError
 from hiddenlab.errors import InputError
 from hiddenlab.text import first_line
 
@@ -242,3 +243,27 @@ def _versions() -> dict[str, Any]:
 
 def free_resources(kind: str) -> float:
     return float(ray.available_resources().get(kind, 0.0))
+
+
+def start_up(name: str, call: Any) -> Any:
+    """Wait until a node is up, and return its answer.
+
+    Raises:
+        InputError: the model cannot be loaded there.
+        NodeError: the node died at once.
+    """
+    try:
+        return ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, InputError):
+            raise InputError(str(cause)) from None
+        raise NodeError(f"{name} did not start: {cause}", name) from None
+    except ray.exceptions.RayActorError as error:
+        text = str(error).strip().splitlines()
+        reason = next(
+            (line for line in reversed(text) if "InputError" in line), text[0] if text else "it died"
+        )
+        if "InputError" in reason:
+            raise InputError(reason.partition("InputError: ")[2] or reason) from None
+        raise NodeError(f"{name} did not start: {reason}", name) from None

@@ -99,9 +99,13 @@ def start(
         raise InputError(f"{backend.model} has no tokenizer; put one beside its weights")
     load_defaults(ref, tokenizer)  # what is wrong with them is said before nodes start
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    nodes = alpha + len(Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric).attn_nodes)
+    backend.check()
+    if backend.hardening.shares is not None and (alpha, c, m, symmetric) != (2, 1, 1, True):
+        raise InputError("--harden shares has two nodes and no plan: leave --alpha, --c, --m and --full out")
+    counts = backend.hardening.counts(Plan.clustered(alpha, 1, alpha=alpha, m=m, symmetric=symmetric))
+    nodes, weighty = sum(counts.values()), counts.get("share_nodes", alpha)  # those with weights take gpus
     own = connect(
-        backend.address, nodes + 1, nodes * backend.cpus + SERVE_CPUS, alpha * backend.gpus, backend.tls
+        backend.address, nodes + 1, nodes * backend.cpus + SERVE_CPUS, weighty * backend.gpus, backend.tls
     )
     try:
         serve.start(http_options=HTTPOptions(host=host, port=port))

@@ -34,7 +34,8 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
-    "int64": torch.int64,  # of masked sums
+    "int64": torch.int64,  # of masked sums and shares
+    "uint8": torch.uint8,
 }
 HANDSHAKE_SECONDS = 10.0
 

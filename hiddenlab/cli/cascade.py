@@ -34,7 +34,8 @@ HardenOpt = Annotated[
     Option(
         "--harden",
         metavar="SPEC",
-        help="Hide more than the plan: client:first=6,last=1, noise, secret-maps, masked-sums; several with '|'.",
+        help="Hide more than the plan: client:first=6,last=1, noise, secret-maps, masked-sums, several with '|'; "
+        "or shares (two nodes, without a plan).",
     ),
 ]
 SymmetricOpt = Annotated[bool, Option("--symmetric", help="AttnNodes (j, k) and (k, j) are one node.")]

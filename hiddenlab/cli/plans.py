@@ -10,7 +10,10 @@ from hiddenlab.text import count_of
 
 MOST_LINES = 6  # of a table with a line for each node
 DID = {
-    "client": {"node": "client", "compute": "computing, s"},
+    "client": {"node": "client", "compute": "computing, s", "wait": "waiting, s"},
+    "ShareNode": {
+        "node": "node", "compute": "computing, s", "rounds": "rounds", "bytes_in": "bytes in", "bytes_out": "bytes out",
+    },
     "CompNode": {
         "node": "node", "compute": "computing, s", "send": "sending, s", "wait": "waiting, s", "merge": "merging, s",
     },
@@ -25,9 +28,14 @@ SAW = {"node": "node", "positions": "positions seen", "rows": "rows recorded"}
 def show_plan(result: Mapping[str, Any], link: str) -> None:
     """Print the verdicts first, then the plan, its cost, single attacks, and the plan that leaks least."""
     screen = stdout()
-    settings, cost, attn = result["plan"], result["cost"], result["attn"]
+    settings, cost = result["plan"], result["cost"]
     for line in result["summary"]:
         screen.print(line)
+    if "share_nodes" in settings:
+        for line in _on_shares(settings, cost, link):
+            screen.print(line)
+        return
+    attn = result["attn"]
     for line in result["evidence"]:
         screen.print(f"measured: {line}")
     screen.print("Each node by itself: nodes that share what they see read more.\n")
@@ -79,6 +87,21 @@ def _bytes(cost: Mapping[str, Any]) -> str:
     return f"{plain} with row maximum and sum, {cost['bytes_logsumexp'] / 1e6:.1f} MB with one logsumexp"
 
 
+def _on_shares(settings: Mapping[str, Any], cost: Mapping[str, Any], link: str) -> list[str]:
+    """Return what is said of the cost on shares."""
+    return [
+        "By construction, as long as the two do not join what they get; nothing was measured.\n",
+        f"on the wire, {settings['model']}, {count_of(settings['tokens'], 'token')}: "
+        f"{cost['bytes_up_per_layer'] / 1e6:.2f} MB up and {cost['bytes_down_per_layer'] / 1e6:.2f} MB down a layer, "
+        f"{(cost['bytes_up'] + cost['bytes_down']) / 1e6:.1f} MB in all {cost['layers']}",
+        f"rounds, in which the client asks both nodes and waits: {cost['rounds_per_layer']:g} a layer, "
+        f"{cost['rounds']} a pass",
+        f"time of the traffic alone: {cost['seconds'] * 1e3:.1f} ms at {link}",
+        f"computation: {cost['node_operations'] / 1e9:.2f} GFLOP at each node; {cost['client_operations'] / 1e9:.2f} "
+        f"GFLOP at the client ({cost['client_share']:.0%} of the plain model's), in attention and head",
+    ]
+
+
 def _kept(harden: str | None, cost: Mapping[str, Any]) -> list[str]:
     """Return what the client computes under a hardening."""
     if not cost["client_layers"]:
@@ -122,7 +145,8 @@ def show_run(result: Mapping[str, Any], backend: str, record: str | None) -> Non
     for kind, columns in DID.items():
         rows = [{"node": name, **result["nodes"][name]} for name in _of_kind(kind, result["nodes"])]
         if rows:
-            screen.print(rows_table(short(rows), f"{kind}s", columns))
+            there = {name: title for name, title in columns.items() if any(name in row for row in rows)}
+            screen.print(rows_table(short(rows), f"{kind}s", there))
     if record is None:
         return
     seen = result["seen"]

@@ -368,7 +368,7 @@ def _architecture(factory: Any, ref: ModelRef, config: Any) -> Any:
     return _get_model_class(config, factory._model_mapping) if known else None
 
 
-def _skeleton(ref: ModelRef, config: Any) -> Any:
+def empty_model(ref: ModelRef, config: Any) -> Any:
     """Return a model with all layers, and its head where there is one, without memory for its weights."""
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -435,7 +435,7 @@ def load_whole(
             check_blocks(quantization, tensor_shapes(ref.path, ref.revision), label)
     check_loaded(model, info, prefixes, label, final_norm=final_norm)
     if ref.adapter is not None:
-        merge(Path(ref.adapter), model, _skeleton(ref, config))
+        merge(Path(ref.adapter), model, empty_model(ref, config))
     if mapping:
         # Otherwise the model would be saved under the checkpoint's names.
         model._weight_conversions = None
