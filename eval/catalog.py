@@ -63,6 +63,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "partial-sums": Effort("half an hour"),  # docs/explanation/cascade.md
             "gap": Effort("minutes"),  # docs/results/tables/gap.json: 853 s
             "gap-plans": PLAIN,
+            "hardening": PLAIN,
             "hardened-shards": PLAIN,
             "secret-coordinates": PLAIN,
             # docs/log/007-cascade-partial-sums.md: 40 minutes of training on one thread.

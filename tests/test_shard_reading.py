@@ -14,6 +14,7 @@ from hiddenlab.attacks.shard_reading import OwnText, ShardReading, extend
 from hiddenlab.attacks.shard_reading import Path as Reading
 from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade.command import Backend, run
+from hiddenlab.defenses.cascade.planning import plan
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import MEASURED, NOT_RUN, Setting, conduct
 from hiddenlab.models import Request, TruncatedModel, load_model
@@ -206,6 +207,30 @@ def test_the_experiment_sets_every_row_beside_its_control(tiny: TinyPath, tmp_pa
         )
         assert beyond == pytest.approx((read - control) / (1 - control))
         assert 0 <= row["figures"]["held_token_accuracy"]["value"] <= 1
+
+
+def test_each_hardening_stands_with_its_leak_and_its_cost(tiny: TinyPath, tmp_path: Path) -> None:
+    make = registry.resolve("experiments", "hardening")
+    setting = Setting(model=tiny("llama", tokenizer=True), limit=2, max_tokens=24, device="cpu")
+    variants = "none,client:first=1,last=1|masked-sums,shares"
+    experiment = make(setting, alpha=2, c=3, repeats=1, variants=variants)
+    rows = conduct("hardening", experiment, tmp_path)["rows"]
+    assert [row["keys"]["hardening"] for row in rows] == [
+        "none",
+        "client:first=1,last=1|masked-sums",
+        "shares",
+    ]
+    assert {row["status"] for row in rows} == {MEASURED}
+    none, ends, shares = ({name: one["value"] for name, one in row["figures"].items()} for row in rows)
+    assert none["beyond_control"] == none["missing_token_accuracy"] and none["client_share"] == 0
+    assert "control_token_accuracy" in ends and 0 < shares["client_share"] < ends["client_share"] < 1
+    assert shares["beyond_control"] == 0 and shares["rounds_per_layer"] == 4
+    assert max(one["largest_error"] for one in (none, ends, shares)) < 1e-3
+    # Bytes are those of the formula.
+    counted = plan(24, model=setting.model, harden="shares")["cost"]
+    assert shares["megabytes"] * 1e6 == pytest.approx(counted["bytes_up"] + counted["bytes_down"])
+    counted = plan(24, 2, 3, model=setting.model, element_bytes=4)["cost"]["causal"]
+    assert none["megabytes"] * 1e6 == pytest.approx(counted["bytes_paper"])
 
 
 def test_the_experiment_refuses_what_leaves_nodes_nothing(tiny: TinyPath, tmp_path: Path) -> None:

@@ -1,20 +1,30 @@
-"""Measure what nodes of a hardened Cascade read of a prompt: own tokens, and others' beyond a control."""
+"""Measure what nodes of a hardened Cascade read of a prompt, own tokens and others', and what hardening costs."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hiddenlab.attacks.shard_reading import ShardReading
 from hiddenlab.channels import Channel
+from hiddenlab.defenses.cascade.backend import Cascade
+from hiddenlab.defenses.cascade.command import Backend, timed
+from hiddenlab.defenses.cascade.cost import Shape
+from hiddenlab.defenses.cascade.hardening import Hardening
+from hiddenlab.defenses.cascade.load import load_cascade_model
+from hiddenlab.defenses.cascade.planning import plan
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import Figures
-from hiddenlab.eval.measures.attack import as_figures
+from hiddenlab.eval.measures.attack import as_figures, exactly
 from hiddenlab.eval.measures.intervals import mean, ratio
 from hiddenlab.models import TruncatedModel, load_model
-from hiddenlab.models.load import load_config, resolve_model
+from hiddenlab.models.checkpoint import decoder_layers
+from hiddenlab.models.load import load_config, load_tokenizer, parse_dtype, resolve_model
+from hiddenlab.models.tokens import token_ids
 from hiddenlab.prompts import load_prompts
 from hiddenlab.scoring import tokens_by_row
 from hiddenlab.sharding import Plan, Positions
@@ -61,6 +71,78 @@ def node_reading(spec: dict[str, Any], folder: Path, progress: Progress = silent
     names = ("model", "prompts", "limit", "max_tokens", "seed", "device", "dtype", "alpha", "c", "nodes")
     guessed = _guessed(json.dumps({name: spec[name] for name in names}))
     return _figures(prompts, held, found, guessed)
+
+
+def hardened_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
+    """Run a hardened plan over TCP beside the plain model, in one loop, and compare time and outputs.
+
+    Args:
+        spec: model, prompts, max_tokens, dtype; alpha, c, harden (None for a plan as it is), repeats.
+
+    Returns:
+        ``over_plain`` (time over the plain model's, with an interval over passes), ``megabytes`` (of a pass, counted),
+        ``rounds_per_layer`` (messages of the nodes' layers; on shares, questions), ``client_share`` (of the operations
+        of a pass), ``largest_error`` (of a logit) and ``top1_agreement`` (of tokens that follow).
+
+    Raises:
+        InputError: see ``Backend.start``.
+    """
+    harden = spec["harden"]
+    settings = {"model": spec["model"], "alpha": spec["alpha"], "c": spec["c"]}
+    plain: Any = load_cascade_model(spec["model"], dtype=parse_dtype(spec["dtype"]), attention="sdpa")
+    tokenizer = load_tokenizer(resolve_model(spec["model"]))
+    (text,) = load_prompts(spec["prompts"], limit=1)
+    tokens = torch.tensor(token_ids(tokenizer, text, spec["model"])[: spec["max_tokens"]])
+    shares = Hardening.parse(harden).shares is not None
+    with (
+        Backend(kind="wire", model=spec["model"], dtype=spec["dtype"], harden=harden).start(
+            spec["alpha"], 1, False, progress
+        ) as cascade,
+        torch.inference_mode(),
+    ):
+        made = Plan.clustered(len(tokens), spec["c"], alpha=spec["alpha"], causal=cascade.facts.causal)
+        made = Plan.clustered(len(tokens), len(tokens), alpha=1) if shares else made
+        expected, found = plain(input_ids=tokens[None]).logits[0], cascade.forward(tokens, made)
+        before, times = _sent(cascade), list[float]()
+        for i in range(spec["repeats"]):
+            ours = timed(partial(cascade.forward, tokens, made), 0)[1]
+            times.append(ours / timed(partial(plain, input_ids=tokens[None]), 0)[1])
+            progress("measuring", i + 1, spec["repeats"])
+        sent = (_sent(cascade) - before) / spec["repeats"]
+    cost = plan(len(tokens), **(settings if not shares else {"model": spec["model"]}), harden=harden)["cost"]
+    figures = {
+        "megabytes": sent / 1e6,
+        "rounds_per_layer": cost["rounds_per_layer"] if shares else cost["causal"]["messages_per_layer"],
+        "client_share": cost["client_share"]
+        if shares
+        else _client_share(plain, len(tokens), cost["client_layers"]),
+        "largest_error": float((found - expected).abs().max()),
+        "top1_agreement": float((found.argmax(1) == expected.argmax(1)).float().mean()),
+    }
+    return as_figures({"over_plain": mean(times)}) | {
+        name: exactly(value, 1) for name, value in figures.items()
+    }
+
+
+def _sent(cascade: Cascade) -> float:
+    """Return the bytes that all parties have sent so far."""
+    return sum(float(counts.get("sent_payload", 0)) for counts in cascade.counters().values())
+
+
+def _client_share(plain: Any, rows: int, layers: int) -> float:
+    """Return the client's share of the operations of a pass: his layers', and the head's where he has layers.
+
+    Counted are matrix products with weights and in attention, as ``cost.shared_cost`` does.
+    """
+    config = plain.config
+    shape = Shape.of(config)
+    weights = (
+        sum(p.numel() for p in decoder_layers(plain).parameters() if p.ndim == 2) / config.num_hidden_layers
+    )
+    layer = 2 * rows * weights + 4 * rows**2 * shape.heads * shape.head_dim
+    head = 2 * rows * config.vocab_size * config.hidden_size
+    whole = config.num_hidden_layers * layer + head
+    return (layers * layer + head) / whole if layers else 0.0
 
 
 @lru_cache(maxsize=16)

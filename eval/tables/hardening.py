@@ -1,12 +1,107 @@
 """Define experiments on hardened Cascade: what a node reads behind layers that the client computes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from hiddenlab.defenses.cascade.hardening import Hardening
 from hiddenlab.errors import InputError
-from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
-from hiddenlab.eval.tables.sharding import shard_tokens
+from hiddenlab.eval.cells import MEASURED, NOT_RUN, Cell, Experiment, Setting, attack_cell, split_specs
+from hiddenlab.eval.tables.sharding import shard_tokens, sums_cell
 from hiddenlab.sharding import Plan, Positions
+
+VARIANTS = (
+    "none,secret-maps,masked-sums,client:first=1,last=1,client:first=2,last=2,client:first=4,last=4,"
+    "client:first=8,last=8,client:first=4,last=4|secret-maps|masked-sums,shares"
+)
+COST, LEAK = "cost", "leak"  # the two parts of a row
+GAP_BUDGET = 20_000  # tokens evaluated for a missing one, of missing-tokens
+
+
+def hardening(
+    setting: Setting, alpha: int = 4, c: int = 8, repeats: int = 5, variants: str = VARIANTS
+) -> Experiment:
+    """Set what CompNodes read of others' tokens under each hardening of a plan beside what the hardening costs.
+
+    Args:
+        alpha: number of CompNodes. c: tokens of a cluster. repeats: passes that are timed.
+        variants: hardenings, separated by commas; ``none`` is the plan as it is.
+
+    Raises:
+        InputError: a hardening is malformed, or the node in the middle holds nothing.
+    """
+    cells, options = list[Cell](), setting.where() | _prompts(setting) | {"prompts": setting.prompts}
+    ((_, node, _),) = _middle_nodes(options["max_tokens"], alpha, c)
+    for spec in _joined(split_specs(variants)):
+        harden = None if spec == "none" else spec
+        hard = Hardening.parse(harden)
+        cost = {**options, "alpha": alpha, "c": c, "harden": harden, "repeats": repeats}
+        cells.append(Cell("hardened-cost", cost, {"hardening": spec, "part": COST}))
+        keys, leak = {"hardening": spec, "part": LEAK}, dict[str, Any]()
+        if hard.client is not None:
+            ends = {"first": hard.client.first, "last": hard.client.last}
+            leak = {"nodes": [node], "noise": 0.0 if hard.noise is None else hard.noise.sigma, **ends}
+            cells.append(Cell("node-reading", {**options, "alpha": alpha, "c": c, **leak}, keys))
+        elif hard.masked_sums is not None:
+            more = {"max_tokens": options["max_tokens"], "limit": options["limit"], "budget": GAP_BUDGET}
+            channel = f"shard:alpha={alpha},c={c},node={node}"
+            cells.append(attack_cell(setting, keys, 1, channel, attack="missing-tokens", **more))
+        elif hard.shares is None:
+            cells.append(sums_cell(replace(setting, limit=options["limit"]), keys, alpha, c, 1, node))
+    return Experiment(
+        "What a hardening of Cascade hides, and what it costs",
+        cells,
+        {
+            "beyond_control": "others' tokens, beyond the control", "over_plain": "time over plain",
+            "held_token_accuracy": "own tokens", "missing_token_accuracy": "others' tokens",
+            "megabytes": "MB a pass", "rounds_per_layer": "messages a layer", "client_share": "client's share of work",
+            "largest_error": "largest error of a logit", "top1_agreement": "same next token",
+        },
+        [
+            f"{_texts(setting, options)} alpha {alpha}, c {c}; the CompNode in the middle of the plan.",
+            "Attacks: partial-sums on a plan as it is and with secret-maps, whose secret CompNodes have; "
+            "missing-tokens with masked-sums; shard-reading with layers of the client, beside its control. The first "
+            "two verify what they read, and have no control: beyond the control is the share itself.",
+            "On shares a node gets random numbers, by construction; nothing is measured, and 0 stands there. "
+            "Both nodes together read everything.",
+            f"Cost: one prompt, nodes of one process over TCP, {repeats} passes in turn with the plain model's on one "
+            "machine, whose cores all nodes share; megabytes are counted. On shares a message is a question to both "
+            "nodes, which the client waits for.",
+            "The client's share counts matrix products, the head's too where he computes it.",
+        ],
+        fold=_both,
+        against="over_plain",
+    )  # fmt: skip
+
+
+def _joined(specs: list[str]) -> list[str]:
+    """Join what was split inside of a spec: parameters follow a comma too."""
+    joined = list[str]()
+    for spec in specs:
+        if joined and joined[-1].rpartition("|")[2].startswith("client:") and "last=" not in joined[-1]:
+            joined[-1] += f",{spec}"
+        else:
+            joined.append(spec)
+    return joined
+
+
+def _both(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make one row for each hardening, of what it hides and what it costs."""
+    result = []
+    for row in (row for row in rows if row["keys"]["part"] == COST):
+        name = row["keys"]["hardening"]
+        leaks = [one for one in rows if one["keys"] == {"hardening": name, "part": LEAK}]
+        read = dict(leaks[0]["figures"]) if leaks else {"beyond_control": {"value": 0.0, "n": 0}}
+        if "missing_token_accuracy" in read and "control_token_accuracy" not in read:
+            read["beyond_control"] = read["missing_token_accuracy"]
+        missing = [one["reason"] or "not measured yet" for one in (row, *leaks) if one["status"] != MEASURED]
+        result.append(
+            {
+                **row, "keys": {"hardening": name}, "figures": {**row["figures"], **read},
+                "status": NOT_RUN if missing else MEASURED, "reason": "; ".join(missing) or None,
+            }
+        )  # fmt: skip
+    return result
 
 
 def hardened_shards(

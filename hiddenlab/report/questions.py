@@ -28,7 +28,7 @@ QUESTIONS = (
         "What does one node learn when Cascade spreads a prompt over many?",
         (
             "figure-2", "table-5", "table-15", "table-16", "table-17", "plan", "plans", "gap", "gap-plans",
-            "partial-sums", "hardened-shards", "secret-coordinates", "after-mpc",
+            "partial-sums", "hardening", "hardened-shards", "secret-coordinates", "after-mpc",
         ),
     ),
     Question(
