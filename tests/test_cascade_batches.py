@@ -60,7 +60,7 @@ def run_layers(
     """One batch: for every pass and layer, the merged attention of its new rows, by position."""
     alpha = passes[0].plan.alpha
     comps = {i: CompWorker(passes, i) for i in range(alpha)}
-    begun = {node: worker.begin(passes) for node, worker in workers.items()}
+    begun = {node: worker.begin(passes, "batch") for node, worker in workers.items()}
     merged: list[list[Tensor]] = [[] for _ in passes]
     for layer in range(len(rows[0])):
         sent: dict[AttnNode, dict[int, Rows]] = {}
@@ -77,7 +77,7 @@ def run_layers(
         answers: dict[int, dict[AttnNode, list[Partial]]] = {i: {} for i in comps}
         for node, came in sent.items():
             assert {i: (r.queries.shape[1], r.keys.shape[1]) for i, r in came.items()} == begun[node].sizes
-            for i, parts in begun[node].run(layer, came, how).items():
+            for i, parts in begun[node].run(layer, layer, came, how).items():
                 answers[i][node] = parts
         outputs = {i: comp.merge(answers[i]) for i, comp in comps.items() if comp.positions}
         for place, work in enumerate(passes):
@@ -161,10 +161,10 @@ def test_rows_of_many_requests_attend_as_each_alone(
 def test_a_node_that_was_started_anew_says_so() -> None:
     plan = Plan.clustered(4, 1, alpha=1)
     worker = AttnWorker(AttnNode(0, 0))
-    worker.begin([Pass("known", plan, keep=True)])
-    worker.begin([Pass("known", plan.grown(5), since=4, keep=True)])
+    worker.begin([Pass("known", plan, keep=True)], "batch")
+    worker.begin([Pass("known", plan.grown(5), since=4, keep=True)], "batch")
     with pytest.raises(ForgottenError):
-        worker.begin([Pass("unknown", plan.grown(5), since=4, keep=True)])
+        worker.begin([Pass("unknown", plan.grown(5), since=4, keep=True)], "batch")
 
 
 # ---- whole generations
