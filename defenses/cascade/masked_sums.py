@@ -3,7 +3,8 @@
 For each query row and head an AttnNode computes E = Σ exp(s - M) and U = Σ exp(s - M) v over its key shard, with a
 reference M that the CompNode sends. It multiplies both by a random factor that all AttnNodes of the row share, and adds
 a mask for each other AttnNode of the row: one of the two adds it, the other subtracts it. The CompNode adds up all
-answers. Masks cancel, and U / E is the attention output. The factor hides E itself.
+answers. Masks cancel, and U / E is the attention output. The factor hides E itself: with E a CompNode subtracts its own
+keys' share, and reads the rest as it reads partial results (docs/internals/cascade.md).
 """
 
 import hashlib
