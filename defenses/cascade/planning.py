@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from hiddenlab.defenses.cascade import hiding
 from hiddenlab.defenses.cascade.cost import (
     STATISTICS,
     Link,
@@ -44,6 +45,7 @@ def plan(
     most_bytes: float | None = None,
     most_seconds: float | None = None,
     harden: str | None = None,
+    hide: float | None = None,
 ) -> dict[str, Any]:
     """Make a plan, say what each of its nodes reads, and compute its cost.
 
@@ -57,7 +59,8 @@ def plan(
         latency: seconds, one way.
         client: CompNodes that the client runs, ``0,3``.
         most_bytes, most_seconds: of a pass of the best plan; where neither is given, the bytes of this plan.
-        harden: spec of a hardening, see ``hardening``.
+        harden: spec of a hardening, see ``hardening``. hide: also name the cheapest one that was measured to leave a
+            CompNode less than this share of others' tokens, see ``hiding``.
         alpha, c, delta, m, symmetric: see ``Plan.clustered``.
 
     Returns:
@@ -67,16 +70,18 @@ def plan(
         CompNode), ``attn`` (single attacks over all AttnNodes), ``holders`` (the CompNode of each token),
         ``violations`` of Theorem 7.3 and ``cost``, by the paper's formulas for all blocks, and under ``causal`` without
         the blocks that a causal model leaves out; its seconds are with the ``answers`` that the plan has. On shares
-        only ``verdicts``, ``summary``, ``evidence``, ``plan`` and ``cost`` (see ``cost.shared_cost``).
+        only ``verdicts``, ``summary``, ``evidence``, ``plan`` and ``cost`` (see ``cost.shared_cost``). With
+        ``hide`` also ``hide`` (see ``hiding.described``).
 
     Raises:
-        InputError: the plan does not exist, or the model is unknown.
+        InputError: the plan does not exist, the model is unknown, or ``hide`` is no share.
     """
     from hiddenlab.models.load import load_config, resolve_model
 
     if rho < 1 or element_bytes < 1:
         raise InputError("rho and the bytes of an element must be at least 1")
     link, hardening = Link(bandwidth, latency), Hardening.parse(harden)
+    asked = {} if hide is None else {"hide": hiding.described(hide)}
     made = make_plan(tokens, alpha, c, delta, m, shards, symmetric, hardening)
     whole = Shape.of(load_config(resolve_model(model)), element_bytes)
     if hardening.shares is not None:
@@ -85,7 +90,7 @@ def plan(
                 "--harden shares has two nodes and no plan: leave --client, --at-most-bytes, --at-most-seconds, --rho "
                 "and --bytes out"
             )
-        return _on_shares(tokens, model, whole, link)
+        return _on_shares(tokens, model, whole, link) | asked
     shape = replace(whole, layers=hardening.node_layers(whole.layers))
     held = [made.held_by(node) for node in made.attn_nodes]
     closest = [gap for gap in map(smallest_gap, held) if gap is not None]
@@ -119,7 +124,7 @@ def plan(
     shares = mean_shares(made)
     best, compared = best_plan(tokens, shape, link, bound, most_seconds, form)
     return {
-        "summary": summary(found),
+        "summary": [*summary(found), *hardening.cautions],
         "evidence": evidence_lines(found, hardening),
         "verdicts": [one.to_json() for one in found],
         "best": None if best is None else described(best, tokens),
@@ -168,7 +173,7 @@ def plan(
         "holders": [owner[position] for position in range(made.tokens)],
         "violations": made.violations(rho),
         "cost": cost,
-    }
+    } | asked
 
 
 def _on_shares(tokens: int, model: str, shape: Shape, link: Link) -> dict[str, Any]:

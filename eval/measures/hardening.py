@@ -1,8 +1,9 @@
 """Measure what nodes of a hardened Cascade read of a prompt, own tokens and others', and what hardening costs."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.command import Backend, timed
 from hiddenlab.defenses.cascade.cost import Shape
-from hiddenlab.defenses.cascade.hardening import Hardening
 from hiddenlab.defenses.cascade.load import load_cascade_model
-from hiddenlab.defenses.cascade.planning import plan
+from hiddenlab.defenses.cascade.planning import make_plan, plan
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import Figures
 from hiddenlab.eval.measures.attack import as_figures, exactly
@@ -74,54 +74,65 @@ def node_reading(spec: dict[str, Any], folder: Path, progress: Progress = silent
 
 
 def hardened_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Run a hardened plan over TCP beside the plain model, in one loop, and compare time and outputs.
+    """Run hardened plans over TCP and the plain model in turn, in one loop, and compare time and outputs.
 
     Args:
-        spec: model, prompts, max_tokens, dtype; alpha, c, harden (None for a plan as it is), repeats.
+        spec: model, prompts, max_tokens, dtype; alpha, c, hardenings (None for a plan as it is), repeats.
 
     Returns:
-        ``over_plain`` (time over the plain model's, with an interval over passes), ``megabytes`` (of a pass, counted),
-        ``rounds_per_layer`` (messages of the nodes' layers; on shares, questions), ``client_share`` (of the operations
-        of a pass), ``largest_error`` (of a logit) and ``top1_agreement`` (of tokens that follow).
+        For each hardening, named by its place as in ``over_plain 0``: ``over_plain`` (time over the plain model's, with
+            an interval over passes), ``megabytes`` (of a pass, counted), ``rounds_per_layer`` (messages of the nodes'
+            layers; on shares, questions), ``client_share`` (of the operations of a pass), ``largest_error`` (of a
+            logit) and ``top1_agreement`` (of tokens that follow).
 
     Raises:
         InputError: see ``Backend.start``.
     """
-    harden = spec["harden"]
-    settings = {"model": spec["model"], "alpha": spec["alpha"], "c": spec["c"]}
     plain: Any = load_cascade_model(spec["model"], dtype=parse_dtype(spec["dtype"]), attention="sdpa")
     tokenizer = load_tokenizer(resolve_model(spec["model"]))
     (text,) = load_prompts(spec["prompts"], limit=1)
     tokens = torch.tensor(token_ids(tokenizer, text, spec["model"])[: spec["max_tokens"]])
-    shares = Hardening.parse(harden).shares is not None
-    with (
-        Backend(kind="wire", model=spec["model"], dtype=spec["dtype"], harden=harden).start(
-            spec["alpha"], 1, False, progress
-        ) as cascade,
-        torch.inference_mode(),
-    ):
-        made = Plan.clustered(len(tokens), spec["c"], alpha=spec["alpha"], causal=cascade.facts.causal)
-        made = Plan.clustered(len(tokens), len(tokens), alpha=1) if shares else made
-        expected, found = plain(input_ids=tokens[None]).logits[0], cascade.forward(tokens, made)
-        before, times = _sent(cascade), list[float]()
+    figures: Figures = {}
+    with ExitStack() as stack, torch.inference_mode():
+        expected, runs = plain(input_ids=tokens[None]).logits[0], list[_Run]()
+        for harden in spec["hardenings"]:
+            backend = Backend(kind="wire", model=spec["model"], dtype=spec["dtype"], harden=harden)
+            cascade = stack.enter_context(backend.start(spec["alpha"], 1, False, progress))
+            alpha, c = (None, 1) if backend.hardening.shares else (spec["alpha"], spec["c"])
+            causal = cascade.facts.causal
+            made = make_plan(len(tokens), alpha, c, None, 1, None, False, backend.hardening)
+            runs.append(_Run(cascade, partial(cascade.forward, tokens, replace(made, causal=causal))))
+            found = runs[-1].call()
+            cost = plan(len(tokens), alpha, c, model=spec["model"], harden=harden)["cost"]
+            share = cost.get("client_share")
+            one = {
+                "rounds_per_layer": cost["rounds_per_layer"]
+                if share
+                else cost["causal"]["messages_per_layer"],
+                "client_share": share or _client_share(plain, len(tokens), cost["client_layers"]),
+                "largest_error": float((found - expected).abs().max()),
+                "top1_agreement": float((found.argmax(1) == expected.argmax(1)).float().mean()),
+            }
+            figures |= {f"{name} {len(runs) - 1}": exactly(value, 1) for name, value in one.items()}
+        before = [_sent(run.cascade) for run in runs]
         for i in range(spec["repeats"]):
-            ours = timed(partial(cascade.forward, tokens, made), 0)[1]
-            times.append(ours / timed(partial(plain, input_ids=tokens[None]), 0)[1])
+            seconds = timed(partial(plain, input_ids=tokens[None]), 0)[1]
+            for run in runs:
+                run.over_plain.append(timed(run.call, 0)[1] / seconds)
             progress("measuring", i + 1, spec["repeats"])
-        sent = (_sent(cascade) - before) / spec["repeats"]
-    cost = plan(len(tokens), **(settings if not shares else {"model": spec["model"]}), harden=harden)["cost"]
-    figures = {
-        "megabytes": sent / 1e6,
-        "rounds_per_layer": cost["rounds_per_layer"] if shares else cost["causal"]["messages_per_layer"],
-        "client_share": cost["client_share"]
-        if shares
-        else _client_share(plain, len(tokens), cost["client_layers"]),
-        "largest_error": float((found - expected).abs().max()),
-        "top1_agreement": float((found.argmax(1) == expected.argmax(1)).float().mean()),
-    }
-    return as_figures({"over_plain": mean(times)}) | {
-        name: exactly(value, 1) for name, value in figures.items()
-    }
+        for i, (run, earlier) in enumerate(zip(runs, before, strict=True)):
+            figures[f"megabytes {i}"] = exactly((_sent(run.cascade) - earlier) / spec["repeats"] / 1e6, 1)
+            figures |= as_figures({f"over_plain {i}": mean(run.over_plain)})
+    return figures
+
+
+@dataclass
+class _Run:
+    """One hardened plan that is timed: its nodes, a pass, and each pass' time over the plain model's."""
+
+    cascade: Cascade
+    call: Callable[[], Any]
+    over_plain: list[float] = field(default_factory=list)
 
 
 def _sent(cascade: Cascade) -> float:

@@ -51,6 +51,14 @@ def plan(
     shards: ShardsOpt = None,
     symmetric: SymmetricOpt = False,
     harden: HardenOpt = None,
+    hide: Annotated[
+        float | None,
+        Option(
+            "--hide",
+            metavar="0.05",
+            help="Name the cheapest --harden that was measured to leave nodes less of others' tokens.",
+        ),
+    ] = None,
     rho: Annotated[
         int, Option("--rho", metavar="N", help="Vocab-matching threshold: unknown tokens in a row, plus 1.")
     ] = 3,
@@ -82,6 +90,7 @@ def plan(
             tokens=tokens, alpha=alpha, c=c, delta=delta, m=m, shards=shards, symmetric=symmetric, rho=rho,
             model=model or "builtin", element_bytes=element_bytes, bandwidth=bandwidth * 1e9 / 8,
             latency=latency / 1e3, client=client, most_bytes=most_bytes, most_seconds=most_seconds, harden=harden,
+            hide=hide,
         )  # fmt: skip
     if json:
         print_json(result)

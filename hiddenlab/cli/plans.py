@@ -31,6 +31,8 @@ def show_plan(result: Mapping[str, Any], link: str) -> None:
     settings, cost = result["plan"], result["cost"]
     for line in result["summary"]:
         screen.print(line)
+    for line in result.get("hide", {}).get("lines", ()):
+        screen.print(line)
     if "share_nodes" in settings:
         for line in _on_shares(settings, cost, link):
             screen.print(line)

@@ -1,0 +1,81 @@
+"""Name the cheapest hardening of Cascade under which few of others' tokens were read, as measured."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hiddenlab.errors import InputError
+
+COMMAND = "hiddenlab eval hardening"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one hardening, on the built-in model.
+
+    Attributes:
+        harden: its spec. alpha, c: of the plan.
+        others, at_most: share of others' tokens that a CompNode reads beyond a control, and the end of its 95 %
+            interval. own: share of its own tokens that it reads.
+        over_plain: time over the plain model's. client_share: of the operations of a pass. prompts: how many.
+    """
+
+    harden: str
+    alpha: int
+    c: int
+    others: float
+    at_most: float
+    own: float
+    over_plain: float
+    client_share: float
+    prompts: int
+
+
+MEASURED: tuple[Measured, ...] = ()
+
+
+def hiding(share: float, known: Sequence[Measured] = MEASURED) -> list[Measured]:
+    """Return the hardenings that leave a CompNode less than a share of others' tokens, the cheapest in time first.
+
+    Only those count that take less of the client than computing all himself.
+
+    Args:
+        share: of others' tokens beyond the control, which the whole interval must stay below.
+
+    Raises:
+        InputError: the share is not between 0 and 1.
+    """
+    if not 0 < share <= 1:
+        raise InputError(
+            f"--hide is a share of others' tokens above 0 and up to 1, such as 0.05; not {share:g}"
+        )
+    fit = [one for one in known if one.at_most < share and one.client_share < 1]
+    return sorted(fit, key=lambda one: (one.over_plain, one.client_share))
+
+
+def described(share: float) -> dict[str, Any]:
+    """Return what fits, and a sentence for each that does, or one that none does.
+
+    Raises:
+        InputError: see ``hiding``.
+    """
+    fit = hiding(share)
+    of = f"of {len(MEASURED)} hardenings that were measured ({COMMAND})"
+    if not fit:
+        lines = [
+            f"Hide all but {share:.1%}: none {of} does, below the cost of computing everything at the client."
+        ]
+    else:
+        lines = [f"Hide all but {share:.1%}: --harden {fit[0].harden!r} is the cheapest in time {of}."]
+        lines += [_sentence(one) for one in fit]
+    return {"share": share, "measured": len(MEASURED), "fit": [asdict(one) for one in fit], "lines": lines}
+
+
+def _sentence(one: Measured) -> str:
+    cost = (
+        f"{one.over_plain:.1f} times the plain model's time, {one.client_share:.0%} of the work at the client"
+    )
+    if not one.prompts:
+        return f"{one.harden}: nothing, by construction, unless both nodes join what they get. {cost}"
+    others = f"{one.others:.1%} of others' tokens (at most {one.at_most:.1%}, {one.prompts} prompts)"
+    return f"{one.harden}, --alpha {one.alpha} --c {one.c}: {others}, {one.own:.0%} of its own. {cost}"

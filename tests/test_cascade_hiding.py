@@ -1,0 +1,59 @@
+"""The cheapest hardening that hides a share: by figures of the stored table, below the cost of computing alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hiddenlab.defenses.cascade.hardening import Hardening
+from hiddenlab.defenses.cascade.hiding import MEASURED, Measured, described, hiding
+from hiddenlab.errors import InputError
+
+TABLE = Path(__file__).parents[1] / "docs/results/tables/hardening.json"
+
+
+def test_figures_are_those_of_the_stored_table() -> None:
+    table = json.loads(TABLE.read_text())
+    rows = {row["keys"]["hardening"]: row["figures"] for row in table["rows"]}
+    known = {one.harden: one for one in MEASURED}
+    assert known.keys() == {
+        name for name, figures in rows.items() if name != "none" and "beyond_control" in figures
+    }
+    for name, one in known.items():
+        figures = rows[name]
+        beyond = figures["beyond_control"]
+        assert one.others == round(beyond["value"], 4) and one.at_most == round(beyond.get("high", 0), 4)
+        assert one.prompts == beyond["n"]
+        assert one.own == round(
+            figures.get("held_token_accuracy", {"value": 0 if not one.prompts else 1})["value"], 4
+        )
+        assert one.over_plain == round(figures["over_plain"]["value"], 2)
+        assert one.client_share == round(figures["client_share"]["value"], 3)
+        assert Hardening.parse(name)
+    assert f"alpha {MEASURED[0].alpha}, c {MEASURED[0].c};" in table["notes"][0]
+
+
+def test_the_cheapest_comes_first_and_whole_intervals_count() -> None:
+    def one(name: str, at_most: float, time: float, share: float = 0.4) -> Measured:
+        return Measured(name, 4, 8, at_most / 2, at_most, 0.9, time, share, 20)
+
+    known = [one("a", 0.04, 3.0), one("b", 0.03, 2.0), one("c", 0.06, 1.0), one("d", 0.01, 1.5, share=1.0)]
+    assert [fit.harden for fit in hiding(0.05, known)] == ["b", "a"]
+    assert hiding(0.02, known) == []
+    for wrong in (0.0, -0.1, 1.5, float("nan")):
+        with pytest.raises(InputError, match="such as"):
+            hiding(wrong)
+
+
+def test_masked_sums_alone_come_with_a_caution() -> None:
+    assert "pilot" in Hardening.parse("masked-sums").cautions[0]
+    for spec in (None, "shares", "client:first=1,last=1|masked-sums"):
+        assert Hardening.parse(spec).cautions == []
+
+
+def test_sentences_name_command_share_and_cost() -> None:
+    found = described(0.05)
+    assert found["fit"] and found["fit"][0]["harden"] in found["lines"][0]
+    assert "hiddenlab eval hardening" in found["lines"][0] and len(found["lines"]) == 1 + len(found["fit"])
+    (none,) = described(1e-9)["lines"] if not hiding(1e-9) else ["none"]
+    assert "none" in none
