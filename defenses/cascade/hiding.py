@@ -31,7 +31,16 @@ class Measured:
     prompts: int
 
 
-MEASURED: tuple[Measured, ...] = ()
+MEASURED = (
+    Measured("secret-maps", 4, 8, 1.0, 1.0, 1.0, 8.18, 0.0, 20),
+    Measured("client:first=1,last=1", 4, 8, 0.0268, 0.0606, 1.0, 6.01, 0.258, 20),
+    Measured("client:first=2,last=2", 4, 8, 0.0276, 0.0606, 0.9914, 5.42, 0.311, 20),
+    Measured("client:first=4,last=4", 4, 8, 0.0034, 0.0184, 0.9546, 4.76, 0.417, 20),
+    Measured("client:first=8,last=8", 4, 8, 0.0025, 0.0189, 0.8272, 3.67, 0.629, 20),
+    Measured("client:first=4,last=4|noise:sigma=0.03", 4, 8, 0.0101, 0.0316, 0.9287, 5.23, 0.417, 20),
+    Measured("client:first=4,last=4|secret-maps|masked-sums", 4, 8, 0.0034, 0.0184, 0.9546, 14.34, 0.417, 20),
+    Measured("shares", 4, 8, 0.0, 0.0, 0.0, 8.45, 0.23, 0),
+)
 
 
 def hiding(share: float, known: Sequence[Measured] = MEASURED) -> list[Measured]:
