@@ -327,7 +327,7 @@ def _over_figure(
             xytext=(3, 4),
             textcoords="offset points",
             fontsize=8,
-            rotation=40,
+            rotation=70,  # steep, so that names of points beside each other do not lie on one another
         )
     axis.set_xlabel(labels[against])
     if axis.get_ylim()[1] <= 1.2:  # shares: room for the names above them
