@@ -16,7 +16,8 @@ FOLDED = (
     "bands", "fingerprint-cost", "fingerprint-cost-nf4", "fingerprint-cost-reference", "fingerprint-pareto",
     "fingerprint-pareto-kv-fp8", "toploc-errors", "toploc-moduli",
 )  # fmt: skip
-EARLIER = ("gap-plans", "activations", "activations-more")  # measured by earlier versions: their notes say so
+# Measured by earlier versions: their notes say so.
+EARLIER = ("gap-plans", "activations", "activations-more", "ablation-beam", "ablation-beam-6")
 TABLES = sorted((Path(__file__).parents[1] / "docs/results/tables").glob("*.json"))
 
 

@@ -192,6 +192,10 @@ class Hardening:
         """
         parts: dict[str, Any] = {}
         for text in [] if spec is None else spec.split("|"):
+            if not text.strip():
+                raise InputError(
+                    f"--harden {spec!r} has an empty part; write parts joined by '|', in quotation marks"
+                )
             name = registry.parse_spec(text)[0].replace("-", "_")
             if name in parts:
                 raise InputError(f"--harden {spec!r} names {text.partition(':')[0]} twice")

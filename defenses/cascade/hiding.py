@@ -69,7 +69,7 @@ def described(share: float) -> dict[str, Any]:
         InputError: see ``hiding``.
     """
     fit = hiding(share)
-    of = f"of {len(MEASURED)} hardenings that were measured ({COMMAND})"
+    of = f"of {len(MEASURED)} hardenings that were measured on the built-in model ({COMMAND})"
     if not fit:
         lines = [
             f"Hide all but {share:.1%}: none {of} does, below the cost of computing everything at the client."
