@@ -181,7 +181,7 @@ def split_specs(text: str) -> list[str]:
     """Split specs at commas, each once; ``key=value`` without a name belongs to the spec before it."""
     specs: list[str] = []
     for part in (piece.strip() for piece in text.split(",")):
-        if specs and "=" in part and ":" not in part:
+        if specs and "=" in part and ":" not in part.partition("=")[0]:
             specs[-1] += f",{part}"
         else:
             specs.append(part)

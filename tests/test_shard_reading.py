@@ -16,7 +16,7 @@ from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade.command import Backend, run
 from hiddenlab.defenses.cascade.planning import plan
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.eval.cells import MEASURED, NOT_RUN, Setting, conduct
+from hiddenlab.eval.cells import MEASURED, NOT_RUN, Setting, conduct, split_specs
 from hiddenlab.models import Request, TruncatedModel, load_model
 from hiddenlab.observation import load_site
 from hiddenlab.proposals.lens import TunedLens
@@ -207,6 +207,11 @@ def test_the_experiment_sets_every_row_beside_its_control(tiny: TinyPath, tmp_pa
         )
         assert beyond == pytest.approx((read - control) / (1 - control))
         assert 0 <= row["figures"]["held_token_accuracy"]["value"] <= 1
+
+
+def test_specs_are_split_between_them_and_not_inside() -> None:
+    specs = ["none", "client:first=4,last=4|noise:sigma=0.03", "client:first=1,last=1|secret-maps", "shares"]
+    assert split_specs(",".join(specs)) == specs
 
 
 def test_each_hardening_stands_with_its_leak_and_its_cost(tiny: TinyPath, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ noised embedding with as many dimensions. For a row and a token the most probabl
 
     |observed - state(embedding + sigma u)|² / tau² + |u|²
 
-with tau what may be left unexplained. Steps are Gauss-Newton's,
-each solved by conjugate gradients: J v is a finite difference (one pass), Jᵀ v a gradient through the truncated model.
+Tau is what may stay unexplained of a row. Steps are Gauss-Newton's, each solved by conjugate gradients: J v is a finite
+difference (one pass), Jᵀ v a gradient through the truncated model.
 """
 
 from collections.abc import Callable

@@ -32,7 +32,7 @@ def hardening(
     """
     cells, options = list[Cell](), setting.where() | _prompts(setting) | {"prompts": setting.prompts}
     ((_, node, _),) = _middle_nodes(options["max_tokens"], alpha, c)
-    specs = _joined(split_specs(variants))
+    specs = split_specs(variants)
     hardenings = [None if spec == "none" else spec for spec in specs]
     cost = {**options, "alpha": alpha, "c": c, "hardenings": hardenings, "repeats": repeats}
     cells.append(Cell("hardened-cost", cost, {"part": COST}))
@@ -69,17 +69,6 @@ def hardening(
         fold=partial(_both, specs),
         against="over_plain",
     )  # fmt: skip
-
-
-def _joined(specs: list[str]) -> list[str]:
-    """Join what was split inside of a spec: parameters follow a comma too."""
-    joined = list[str]()
-    for spec in specs:
-        if joined and joined[-1].rpartition("|")[2].startswith("client:") and "last=" not in joined[-1]:
-            joined[-1] += f",{spec}"
-        else:
-            joined.append(spec)
-    return joined
 
 
 def _both(specs: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
