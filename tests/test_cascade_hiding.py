@@ -5,11 +5,29 @@ from pathlib import Path
 
 import pytest
 
+from hiddenlab.defenses.cascade.exposure import (
+    NOT_MEASURED,
+    NOT_PRIVATE,
+    OWN,
+    evidence_lines,
+    summary,
+    verdicts,
+)
 from hiddenlab.defenses.cascade.hardening import Hardening
-from hiddenlab.defenses.cascade.hiding import MEASURED, Measured, described, hiding
+from hiddenlab.defenses.cascade.hiding import (
+    MEASURED,
+    PROMPTS,
+    READINGS,
+    Measured,
+    Reading,
+    described,
+    hiding,
+)
 from hiddenlab.errors import InputError
+from hiddenlab.sharding import Plan
 
-TABLE = Path(__file__).parents[1] / "docs/results/tables/hardening.json"
+TABLES = Path(__file__).parents[1] / "docs/results/tables"
+TABLE = TABLES / "hardening.json"
 
 
 def test_figures_are_those_of_the_stored_table() -> None:
@@ -57,3 +75,51 @@ def test_sentences_name_command_share_and_cost() -> None:
     assert "hiddenlab eval hardening" in found["lines"][0] and len(found["lines"]) == 1 + len(found["fit"])
     (none,) = described(1e-9)["lines"] if not hiding(1e-9) else ["none"]
     assert "none" in none
+
+
+def test_readings_are_those_of_the_stored_tables() -> None:
+    rows = [
+        row
+        for name in ("hardened-shards.json", "hardened-shards-single.json")
+        for row in json.loads((TABLES / name).read_text())["rows"]
+        if row["keys"]["nodes"] == 1
+    ]
+    found = []
+    for row in rows:
+        keys, beyond = row["keys"], row["figures"]["beyond_control"]
+        assert beyond["n"] == PROMPTS
+        figures = (beyond["value"], beyond["high"], row["figures"]["held_token_accuracy"]["value"])
+        found.append(
+            Reading(
+                keys["first layers"],
+                keys["last layers"],
+                keys["alpha"],
+                keys["c"],
+                *(round(x, 4) for x in figures),
+            )
+        )
+    assert tuple(found) == READINGS
+
+
+@pytest.mark.parametrize(
+    ("spec", "c", "tokens", "status"),
+    [
+        ("client:first=4,last=4", 8, 96, OWN),
+        ("client:first=4,last=4|masked-sums", 8, 60, OWN),
+        ("client:first=1,last=1", 8, 96, NOT_PRIVATE),  # the interval ends above 5 %
+        ("client:first=4,last=4", 1, 96, NOT_PRIVATE),
+        ("client:first=4,last=3", 8, 96, NOT_MEASURED),
+        ("client:first=4,last=4", 4, 96, NOT_MEASURED),
+        ("client:first=4,last=4", 8, 97, NOT_MEASURED),
+        ("client:first=4,last=4|noise:sigma=0.03", 8, 96, NOT_MEASURED),
+    ],
+)
+def test_a_plan_that_was_measured_says_what_came_out(spec: str, c: int, tokens: int, status: str) -> None:
+    plan, hardening = Plan.clustered(tokens, c, alpha=4), Hardening.parse(spec)
+    found = verdicts(plan, hardening=hardening)
+    comp = found[2]
+    assert comp.status == status and comp.not_measured + comp.attacked == plan.shards[2][-1] + 1 - comp.own
+    told = any("hiddenlab eval hardened-shards" in line for line in evidence_lines(found, hardening))
+    assert told == (comp.at_most is not None) == (status != NOT_MEASURED)
+    if told:
+        assert "beyond a guess (at most" in summary(found)[0]

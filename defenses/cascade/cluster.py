@@ -35,6 +35,8 @@ from hiddenlab.defenses.cascade.secret_maps import Secret
 from hiddenlab.defenses.cascade.secured import Tls
 from hiddenlab.defenses.cascade.wire import LOCAL, Endpoint
 from hiddenlab.errors import InputError
+from hiddenlab.models.load import resolve_model
+from hiddenlab.models.same_checkpoint import check_same, checkpoint_digest
 from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.types import Progress, silent
 
@@ -52,11 +54,12 @@ class _Comp(RemoteComp):
         torch.set_num_threads(threads)
         options["endpoint"] = _endpoint(options.pop("loopback"), options.pop("tls"))
         super().__init__(index, *args, **options)
+        self._checkpoint = checkpoint_digest(resolve_model(self.facts.name))
         if transport == "objects":
             self.carrier = ObjectCarrier(index, self.mailbox.aborted)
 
-    def start(self) -> ModelFacts:
-        return self.facts
+    def start(self) -> tuple[ModelFacts, str]:
+        return self.facts, self._checkpoint
 
     def run(self, batch: Batch, inputs: Tensor) -> Tensor:
         try:
@@ -225,7 +228,10 @@ class RayCascade(NodeCascade):
                 calls = {name: self._actors[name].start.remote() for name in wave}
                 answers |= {name: start_up(name, call) for name, call in calls.items()}
                 progress("starting nodes", len(answers), len(names))
-            self.facts = answers[comp_name(0)]
+            comps = {name: answer for name, answer in answers.items() if name not in self._nodes}
+            self.facts, self._checkpoint = comps[comp_name(0)]
+            client = {} if section == WHOLE else {"the client": checkpoint_digest(resolve_model(model))}
+            check_same(model, client | {name: digest for name, (_, digest) in comps.items()})
             self._addresses = {name: answers[name] for name in self._nodes}
             ray.get([self._meet(comp_name(i), list(self._nodes)) for i in range(alpha)])
         except BaseException:
@@ -380,6 +386,7 @@ class RayCascade(NodeCascade):
                 self._addresses[name] = answer
                 ray.get([self._meet(comp_name(i), [name]) for i in range(self.alpha)])
             else:
+                check_same(self.facts.name, {"the other nodes": self._checkpoint, name: answer[1]})
                 ray.get(self._meet(name, list(self._nodes)))
             self._times_replaced[name] = self._times_replaced.get(name, 0) + 1
             with self._watching:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from hiddenlab.defenses.cascade.hardening import NOT_HARDENED, SHARE_NODES, Hardening
+from hiddenlab.defenses.cascade.hiding import LONGEST, PROMPTS, READING, Reading, reading
 from hiddenlab.defenses.cascade.node_state import attn_name, comp_name
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import AttnNode, Plan, Positions
@@ -30,6 +31,7 @@ GAP_PER_ROW = (
     7  # missing tokens for each row behind them: gaps of 7, of 28 behind 4 rows, of 56 behind 8 rows
 )
 MOST_ROWS = 8
+LITTLE = 0.05  # share of others' tokens beyond a guess below which a node is said to read its own only
 GAP_AT_ATTN = 3  # missing tokens before a row of keys and values
 
 
@@ -83,6 +85,8 @@ class Verdict:
             a measured attack reads. not_measured: other tokens that reach it, for which no attack was measured; they
             may be readable. tokens: of the prompt. The rest does not reach it.
         evidence: the key of ``EVIDENCE`` of the attack that reads ``others``; None where none does.
+        attacked: other tokens that reach it, on which an attack was measured that has to guess. beyond, at_most: the
+            share of these that it reads beyond a language model's guess, and the end of its 95 % interval.
     """
 
     node: str
@@ -92,6 +96,9 @@ class Verdict:
     not_measured: int
     tokens: int
     evidence: str | None = None
+    attacked: int = 0
+    beyond: float | None = None
+    at_most: float | None = None
 
     @property
     def read(self) -> int:
@@ -101,7 +108,7 @@ class Verdict:
     @property
     def reached(self) -> int:
         """The number of tokens that reach the node in any form."""
-        return self.read + self.not_measured
+        return self.read + self.not_measured + self.attacked
 
     @property
     def comp(self) -> bool:
@@ -132,6 +139,8 @@ def verdicts(plan: Plan, client: Collection[int] = (), hardening: Hardening = NO
     attns = [_attn(plan, node) for node in plan.attn_nodes]
     if hardening.first_layer:
         comps = [_unmeasured(one, _gapless(plan.shards[i])) for i, one in enumerate(comps)]
+        if (known := reading(plan, hardening)) is not None:
+            comps = [_guessed(one, known) for one in comps]
         # One stream must show all rows: what is split over queries and values was not measured.
         attns = [
             _unmeasured(one, max(map(len, given)) == one.own and any(map(_gapless, given)))
@@ -168,6 +177,16 @@ def _unmeasured(verdict: Verdict, all_rows: bool) -> Verdict:
     return replace(
         verdict, status=status, others=0, not_measured=verdict.not_measured + verdict.others, evidence=None
     )
+
+
+def _guessed(verdict: Verdict, known: Reading) -> Verdict:
+    """Return the verdict on a CompNode behind layers of the client, of whose plan reading was measured."""
+    if verdict.status != NOT_MEASURED:
+        return verdict
+    return replace(
+        verdict, status=OWN if known.at_most < LITTLE else NOT_PRIVATE, not_measured=0, attacked=verdict.not_measured,
+        beyond=known.others, at_most=known.at_most,
+    )  # fmt: skip
 
 
 def _behind_maps(plan: Plan, verdict: Verdict, first_layer: int) -> Verdict:
@@ -275,6 +294,8 @@ def attack_on(plan: Plan, verdict: Verdict, first_layer: int = 0) -> tuple[str, 
             layer = 1 if verdict.evidence == "self scores" else 2
             return attack, layer, _keys_and_values(plan, verdict)
         return attack, 1, "attn" if verdict.evidence == "partial sums" else "resid"
+    if verdict.at_most is not None:
+        return "shard-reading", first_layer, "resid"
     # Its own tokens: from states, or from whatever an AttnNode is given.
     if verdict.comp:
         return "vocab-match", max(1, first_layer), "resid"
@@ -343,6 +364,11 @@ def sentence(group: Sequence[Verdict]) -> str:
             f"{read} all tokens before {its} last row, {_range(v.read for v in group)} of {one.tokens:,} "
             f"({EVIDENCE[one.evidence or ''].at})"
         )
+    if one.at_most is not None:
+        what += (
+            f"; of the {_range(v.attacked for v in group)} earlier ones that reach {'them' if many else 'it'} an "
+            f"attack names {max(0.0, one.beyond or 0.0):.1%} beyond a guess (at most {one.at_most:.1%})"
+        )
     if one.not_measured and one.status != CLIENT:
         what += f"; {_range(v.not_measured for v in group)} earlier ones reach {'them' if many else 'it'}, not measured"
     return f"{who} {what}: {one.status}"
@@ -391,7 +417,13 @@ def evidence_lines(found: Sequence[Verdict], hardening: Hardening = NOT_HARDENED
     by_values = [one for one in found if not one.comp and one.status == NOT_PRIVATE]
     measured = any(one.evidence != "self scores" for one in by_values) and not hardening.first_layer
     used |= dict.fromkeys(["rows of values"] * measured)
-    return [
+    lines = [
         f"{it.at}: {100 * it.figure:g} % read, {it.prompts} prompts ({it.command})"
         for it in (EVIDENCE[key] for key in used)
     ]
+    if any(one.at_most is not None for one in found):
+        lines.append(
+            f"others' tokens beyond a guess: shard-reading on the CompNode in the middle, built-in model, {PROMPTS} "
+            f"prompts of up to {LONGEST} tokens ({READING})"
+        )
+    return lines

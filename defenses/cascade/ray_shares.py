@@ -15,6 +15,8 @@ from hiddenlab.defenses.cascade.hardening import SHARE_NODES
 from hiddenlab.defenses.cascade.ray_connection import FEWEST_CPUS, connect, start_up
 from hiddenlab.defenses.cascade.share_nodes import ShareNode, load_matrices, share_name
 from hiddenlab.errors import InputError
+from hiddenlab.models.load import resolve_model
+from hiddenlab.models.same_checkpoint import check_same, checkpoint_digest
 from hiddenlab.types import Progress, silent
 
 PLACING = 60.0  # seconds for which the cluster may look for room
@@ -27,9 +29,10 @@ class _Node(ShareNode):
     def __init__(self, index: int, model: str, dtype: torch.dtype, device: str, threads: int) -> None:
         torch.set_num_threads(threads)
         super().__init__(index, *load_matrices(model, dtype, device))
+        self._checkpoint = checkpoint_digest(resolve_model(model))
 
     def start(self) -> str:
-        return self.name
+        return self._checkpoint
 
     def counted(self) -> dict[str, Any]:
         return asdict(self.counters)
@@ -97,7 +100,7 @@ def start_peers(
     """Start the two nodes; see ``RayCascade`` for the options.
 
     Raises:
-        InputError: the cluster cannot be reached or has too little, or a node cannot load the model.
+        InputError: the cluster cannot be reached or has too little, or a node cannot load the model or has another.
         NodeError: a node died at once.
     """
     cpus = max(cpus, FEWEST_CPUS)
@@ -118,9 +121,11 @@ def start_peers(
             .remote(i, model, dtype, device, threads)
             for i in range(SHARE_NODES)
         ]  # fmt: skip
+        digests = {"the client": checkpoint_digest(resolve_model(model))}
         for i, actor in enumerate(actors):
-            start_up(share_name(i), actor.start.remote())
+            digests[share_name(i)] = start_up(share_name(i), actor.start.remote())
             progress("starting nodes", i + 1, SHARE_NODES)
+        check_same(model, digests)
     except BaseException:
         room.leave()
         raise

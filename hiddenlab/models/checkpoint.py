@@ -77,20 +77,10 @@ def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
     Raises:
         InputError: there are no safetensors, or a file is missing or cannot be read.
     """
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-
-    single = _find(path, SAFE_WEIGHTS_NAME, revision)
-    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, revision) if single is None or Path(path).is_dir() else None
-    if single is not None:
-        if index is not None:
-            _refuse_second_copy(single, index)
-        return _names_in(single)
-    if index is None:
-        raise InputError(
-            f"cannot load the model {name!r}: it holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}"
-            + _other_weights(Path(path))
-        )
-    files = _indexed(index)
+    found = _weights(name, path, revision)
+    if isinstance(found, Path):
+        return _names_in(found)
+    index, files = found
     if not Path(path).is_dir():
         return set(files)
     names = set[str]()
@@ -101,6 +91,42 @@ def tensor_names(name: str, path: str, revision: str | None = None) -> set[str]:
             )
         names |= _names_in(index.parent / file)
     return names
+
+
+def weight_files(name: str, path: str, revision: str | None = None) -> list[Path]:
+    """Return the files of a model directory or hub id that hold its weights, in the order of their names.
+
+    Raises:
+        InputError: there are no safetensors, or a file is missing.
+    """
+    found = _weights(name, path, revision)
+    if isinstance(found, Path):
+        return [found]
+    index, named = found
+    files = {file: _find(path, file, revision) for file in sorted(set(named.values()))}
+    if missing := next((file for file, at in files.items() if at is None), None):
+        raise InputError(
+            f"{index} names {missing}, which is missing; copy the model again, with all of its files"
+        )
+    return [at for at in files.values() if at is not None]
+
+
+def _weights(name: str, path: str, revision: str | None) -> Path | tuple[Path, dict[str, str]]:
+    """Return the file that holds all weights, or the index of several files and what it says."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+    single = _find(path, SAFE_WEIGHTS_NAME, revision)
+    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, revision) if single is None or Path(path).is_dir() else None
+    if single is not None:
+        if index is not None:
+            _refuse_second_copy(single, index)
+        return single
+    if index is None:
+        raise InputError(
+            f"cannot load the model {name!r}: it holds no {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}"
+            + _other_weights(Path(path))
+        )
+    return index, _indexed(index)
 
 
 def tensor_shapes(path: str, revision: str | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import ray
 import torch
 
+from hiddenlab.defenses.cascade import cluster, ray_shares
 from hiddenlab.defenses.cascade.command import Backend
 from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.node_state import NodeError
@@ -43,4 +45,16 @@ def test_an_unknown_model_is_refused_before_a_cluster_starts(tmp_path: Path) -> 
         Backend(kind="ray", model=f"{tmp_path}/none", harden="shares").start(2, 1, False)
     except InputError as error:
         assert "none" in str(error)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(("spec", "module"), [("shares", ray_shares), ("client:first=1,last=1", cluster)])
+def test_nodes_with_another_checkpoint_than_the_client_are_refused(
+    tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch, spec: str, module: object
+) -> None:
+    monkeypatch.setattr(
+        module, "checkpoint_digest", lambda ref: "the client's"
+    )  # nodes have processes of their own
+    with pytest.raises(InputError, match=r"0 holds another checkpoint .* than the client"):
+        Backend(kind="ray", model=tiny("llama"), harden=spec, cpus=0.1).start(2, 1, False)
     assert not ray.is_initialized()
