@@ -400,7 +400,9 @@ def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progres
 def _worst(made: Plan, folder: Path, hardening: Hardening) -> dict[str, Any]:
     """Return the verdict on the node that reads most, and the command that attacks what it saw."""
     found = [one for one in verdicts(made, hardening=hardening) if one.own]
-    worst = max(found, key=lambda one: (one.status == NOT_PRIVATE, one.read), default=None)
+    worst = max(
+        found, key=lambda one: (one.status == NOT_PRIVATE, one.status != NOT_MEASURED, one.read), default=None
+    )
     if worst is None:
         return {"worst": None, "attack": None}
     if hardening != NOT_HARDENED and worst.status == NOT_MEASURED:

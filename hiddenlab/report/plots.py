@@ -1,5 +1,6 @@
 """Draw the plots of a report; matplotlib is imported only when a report is drawn."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,8 @@ from hiddenlab.text import visible
 
 MARKERS = "osD^vPX*"
 MOST_BARS = 50
+POINTS = 72  # of an inch
+STEEP, NAME_WIDTH = 70, 13  # degrees of a point's name; points from one name to the next
 
 Panel = tuple[str, str, bool]  # name in the summary, title, whether it is a share
 FILES: dict[str, tuple[Panel, Panel]] = {
@@ -317,22 +320,34 @@ def _over_figure(
         axis.errorbar(
             places, values, errors, beside, label=labels[name], linestyle="", markersize=5, capsize=2, **style(n),
         )  # fmt: skip
-    for row in rows:
-        highest = max(row["figures"][name]["high"] for name in names if _value(row, name) is not None)
-        keys = [(key, row["keys"][key]) for key in varying if row["keys"].get(key) is not None]
-        text = " ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in keys)
-        axis.annotate(
-            text,
-            (_value(row, against), highest),
-            xytext=(3, 4),
-            textcoords="offset points",
-            fontsize=8,
-            rotation=70,  # steep, so that names of points beside each other do not lie on one another
-        )
     axis.set_xlabel(labels[against])
     if axis.get_ylim()[1] <= 1.2:  # shares: room for the names above them
         axis.set_ylim(bottom=0.0, top=1.25)
         axis.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    tops = {
+        id(row): max(row["figures"][name]["high"] for name in names if _value(row, name) is not None)
+        for row in rows
+    }
+
+    def foot(row: Mapping[str, Any]) -> float:
+        """Return where the line of the row's name meets the bottom, in points."""
+        x, y = axis.transData.transform((row["figures"][against]["value"], tops[id(row)]))
+        return float(x - y / math.tan(math.radians(STEEP))) * POINTS / axis.figure.dpi
+
+    free = -math.inf
+    for row in sorted(rows, key=foot):
+        keys = [(key, row["keys"][key]) for key in varying if row["keys"].get(key) is not None]
+        text = " ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in keys)
+        aside = max(0.0, free - foot(row))
+        free = foot(row) + aside + NAME_WIDTH
+        axis.annotate(
+            text,
+            (row["figures"][against]["value"], tops[id(row)]),
+            xytext=(3 + aside, 4),
+            textcoords="offset points",
+            fontsize=8,
+            rotation=STEEP,  # so that names of points beside each other do not lie on one another
+        )
     axis.grid(color="#e3e5e8", linewidth=0.8)
 
 
