@@ -296,7 +296,7 @@ def test_curves_are_panels_by_the_first_key(tmp_path: Path) -> None:
 def test_a_picture_over_another_figure(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from hiddenlab.report.plots import _over_figure, draw_table
+    from hiddenlab.report.plots import NAME_WIDTH, _over_figure, draw_table
 
     def row(sigma: float, **values: float) -> dict[str, Any]:
         figures = {name: {"value": v, "low": v - 0.1, "high": v + 0.1, "n": 5} for name, v in values.items()}
@@ -310,8 +310,15 @@ def test_a_picture_over_another_figure(tmp_path: Path) -> None:
     axis = Figure().subplots()
     _over_figure(axis, rows[:2], "kept", labels, ["read", "bag"])
     assert [list(one.lines[0].get_xdata()) for one in axis.containers] == [[0.4, 0.1], [0.4]]
-    assert [one.get_text() for one in axis.texts] == ["sigma 0.1", "sigma 0.5"]
+    assert {one.get_text() for one in axis.texts} == {"sigma 0.1", "sigma 0.5"}
     assert axis.get_xlabel() == "agreement"
+    together = Figure().subplots()
+    same = [row(sigma, read=0.9, kept=0.4) for sigma in (0.1, 0.2, 0.3)] + [row(0.5, read=0.2, kept=0.1)]
+    _over_figure(together, same, "kept", labels, ["read"])
+    begins = sorted(one.get_position()[0] for one in together.texts if one.get_text() != "sigma 0.5")
+    assert begins == pytest.approx(
+        [3, 3 + NAME_WIDTH, 3 + 2 * NAME_WIDTH]
+    )  # names of one point lie side by side
     # Without what it is to be drawn over, it is drawn as any other table.
     assert (
         draw_table(
