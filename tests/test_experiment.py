@@ -267,6 +267,25 @@ def test_small_plans_are_attacked_in_every_way_asked_for(tiny: Callable[..., str
         make(setting, streams="resid,attn")
 
 
+def test_an_infiller_learns_of_the_plans_that_are_asked_for(tiny: Callable[..., str]) -> None:
+    make, setting = registry.resolve("experiments", "table-15"), Setting(model=tiny("llama"), layers=(1,))
+    made = make(setting, sizes="2", masks="own,any")
+    assert [(cell.keys["masks"], cell.spec["attack"]) for cell in made.cells] == [
+        ("own", "infill:preset=small,plan=own"), ("any", "infill:preset=small,plan=any")
+    ]  # fmt: skip
+    assert any(note.startswith("An infiller for each plan") for note in made.notes)
+    assert any(note.startswith("One infiller a layer") for note in made.notes)
+    plain = make(setting)
+    assert len(plain.cells) == 2 and not any("masks" in cell.keys for cell in plain.cells)
+    assert not any(note.startswith("An infiller for each plan") for note in plain.notes)
+    gaps = registry.resolve("experiments", "gap-plans")(
+        setting, grid="2/2", attacks="infill:preset=small,plan=own"
+    )
+    assert any(note.startswith("An infiller for each plan") for note in gaps.notes)
+    with pytest.raises(InputError, match="masks=own, any or both"):
+        make(setting, masks="mine")
+
+
 def test_attention_nodes_of_small_plans_are_attacked_at_the_layer_behind(tiny: Callable[..., str]) -> None:
     make, setting = registry.resolve("experiments", "gap-plans"), Setting(model=tiny("llama"), layers=(1,))
     cells = make(setting, grid="1/4", attacks="missing-tokens", streams="resid,qkv,k", keys=2).cells

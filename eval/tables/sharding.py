@@ -1,5 +1,6 @@
 """Define experiments on token-sharding: what one node's rows reveal about the rest of a prompt."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -78,6 +79,7 @@ def gap_plans(
     """
     known = {"missing-tokens": f"missing-tokens:budget={budget}", "infill": infill_spec(setting)}
     learned = [attack for attack in split_specs(attacks) if attack.partition(":")[0] == "infill"]
+    masks = ["any" if "plan=any" in known.get(attack, attack) else "own" for attack in learned]
     searched = [attack for attack in split_specs(attacks) if attack not in learned]
     cells = []
     seen = split_specs(streams)
@@ -113,14 +115,14 @@ def gap_plans(
             "AttnNodes are sent queries, keys and values of all their rows where (j, k) and (k, j) are one node.",
             "Tokens that no row shows: of those before the node's last row. Those behind it depend on nothing that "
             "the node sees; in the other figures, which are of the whole prompt, they count as wrong and unverified.",
-            *(infill_notes(setting) if learned else []),
+            *(infill_notes(setting, *masks) if learned else []),
         ],
     )  # fmt: skip
 
 
 def _whole(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise InputError(f"a number of missing tokens is whole and at least 1, not {text!r}")
+        raise InputError(f"a size is a whole number from 1, not {text!r}")
     return int(text)
 
 
@@ -232,15 +234,29 @@ def table_5(setting: Setting) -> Experiment:
     )
 
 
-def table_15(setting: Setting) -> Experiment:
-    """Measure learned reconstruction from a CompNode's states by layer, for c = alpha = 4 and 8 (Table 15)."""
-    cells = [
-        infilled(setting, layer, n, n, {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_LAYERS[n].get(layer)})
-        for n in (4, 8)
-        for layer in setting.at((1, 11, 21))
-    ]
+def table_15(setting: Setting, sizes: str = "4,8", masks: str = "") -> Experiment:
+    """Measure learned reconstruction from a CompNode's states by layer, for c = alpha = 4 and 8 (Table 15).
+
+    Args:
+        sizes: values of c = alpha, separated by commas.
+        masks: of which plans an infiller learns, separated by commas: ``own``, the attacked one's alone as in the
+            paper, or ``any``, of all common ones; nothing is the choice of the scale.
+
+    Raises:
+        InputError: a size is no whole number from 1, or an infiller learns of other plans.
+    """
+    numbers, chosen = [_whole(text) for text in split_specs(sizes)], split_specs(masks)
+    if wrong := [name for name in chosen if name not in ("", "own", "any")]:
+        raise InputError(
+            f"an infiller learns of the own plan or of any: masks=own, any or both, not {wrong[0]!r}"
+        )
+    cells = []
+    for n, plans, layer in product(numbers, chosen, setting.at((1, 11, 21))):
+        published = {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_LAYERS.get(n, {}).get(layer)}
+        cell = infilled(setting, layer, n, n, published, plans=plans)
+        cells.append(replace(cell, keys=cell.keys | ({"masks": plans} if plans else {})))
     title = "Table 15: learned reconstruction by layer"
-    return Experiment(title, cells, SHARDED, [*infill_notes(setting), NODES])
+    return Experiment(title, cells, SHARDED, [*infill_notes(setting, *chosen), NODES])
 
 
 def table_16(setting: Setting) -> Experiment:
@@ -322,10 +338,12 @@ def infilled(
     m: int = 1,
     attn: bool = False,
     how: str = "",
+    plans: str = "",
 ) -> Cell:
     """Make the cell of the learned attack on a node in the middle of the plan.
 
-    ``rows held`` is of prompts that are not shorter; ``how`` are further options of the attack.
+    ``rows held`` is of prompts that are not shorter; ``how`` are further options of the attack; ``plans`` see
+    ``infill_spec``.
     """
     tokens = shard_tokens(setting)
     plan = Plan.clustered(tokens, c, alpha=alpha, m=m, symmetric=True)
@@ -338,24 +356,34 @@ def infilled(
         keys["m"] = m
         held = plan.held_by(node)
     keys["rows held"] = f"{len(held)} of {tokens}"
-    attack = infill_spec(setting) + how
+    attack = infill_spec(setting, plans) + how
     return attack_cell(setting, keys, layer, channel, published, attack=attack, max_tokens=tokens)
 
 
-def infill_spec(setting: Setting) -> str:
+def infill_spec(setting: Setting, plans: str = "") -> str:
     """Return the spec of the learned attack.
 
-    The paper trains a model for every plan; on a laptop one model per layer serves all plans.
+    Args:
+        plans: ``own`` or ``any``, see ``table_15``. The paper trains a model for every plan; by default, on a laptop,
+            one model per layer serves all plans.
     """
-    return "infill:preset=paper,plan=own" if setting.scale == "paper" else "infill:preset=small,plan=any"
-
-
-def infill_notes(setting: Setting) -> list[str]:
     if setting.scale == "paper":
-        return [OTHER_MODEL, "One model for each layer and plan, trained on FineWeb-Edu."]
+        return f"infill:preset=paper,plan={plans or 'own'}"
+    return f"infill:preset=small,plan={plans or 'any'}"
+
+
+def infill_notes(setting: Setting, *plans: str) -> list[str]:
+    """Return what to say of infillers that learn of these plans; see ``table_15``."""
+    if setting.scale == "paper":
+        return [OTHER_MODEL, "Infillers are trained on FineWeb-Edu."]
+    trained = {
+        "own": "An infiller for each plan, masked by it alone, trained on text that the model sampled itself: a lower "
+        "bound of what training for longer, on real text gives.",
+        "any": "One infiller a layer, trained on text that the model sampled itself, masked by all common plans: a "
+        "lower bound of what training for one plan, for longer, on real text gives.",
+    }
     return [
         OTHER_MODEL,
-        "One infiller a layer, trained on text that the model sampled itself, masked by all common plans: a lower "
-        "bound of what training for one plan, for longer, on real text gives.",
+        *(trained[one] for one in dict.fromkeys(one or "any" for one in plans or ("any",))),
         "Held tokens count, but for the column of tokens that no row shows (those before the node's last row).",
     ]
