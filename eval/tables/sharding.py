@@ -254,7 +254,7 @@ def table_15(setting: Setting, sizes: str = "4,8", masks: str = "") -> Experimen
     for n, plans, layer in product(numbers, chosen, setting.at((1, 11, 21))):
         published = {f"ROUGE-L, {paper.GEMMA}": paper.SHARD_LAYERS.get(n, {}).get(layer)}
         cell = infilled(setting, layer, n, n, published, plans=plans)
-        cells.append(replace(cell, keys=cell.keys | ({"masks": plans} if plans else {})))
+        cells.append(replace(cell, keys={**cell.keys, **({"masks": plans} if plans else {})}))
     title = "Table 15: learned reconstruction by layer"
     return Experiment(title, cells, SHARDED, [*infill_notes(setting, *chosen), NODES])
 
