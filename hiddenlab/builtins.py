@@ -155,6 +155,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     },
     "eval": {
         "run": "hiddenlab.eval.command:run",
+        "assess": "hiddenlab.eval.assess.command:assess",
         "catalog": "hiddenlab.eval.catalog:catalog",
         "crew": "hiddenlab.eval.parallel:Crew",
         "attack-workers": "hiddenlab.eval.spread:AttackWorkers",

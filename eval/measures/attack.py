@@ -124,6 +124,8 @@ def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
     texts = load_prompts(spec["prompts"], limit=spec["limit"])
     tokens = [model.tokenize(text, spec["max_tokens"]) for text in texts]
     tokens = [prompt for prompt in tokens if len(prompt) > 1]
+    if not tokens:
+        raise NotApplicableError("no prompt has two tokens")
     rows: list[tuple[int, float, float, float, float]] = []
     for i, prompt in enumerate(tokens):
         plain, changed = (

@@ -50,6 +50,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "import": ("import_states:import_", "Read hidden states that another program saved."),
     },
     "Study defenses": {
+        "assess": ("assess:assess", "Say whether a defense holds against everything that the lab has."),
         "compare": ("compare:compare", "Attack the same prompts behind several defenses."),
         "eval": ("eval:eval_", "Run an experiment of a paper, its figures beside ours."),
         "bench": ("bench:bench", "Measure time, evaluated tokens and memory."),

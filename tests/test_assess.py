@@ -1,0 +1,288 @@
+"""A verdict follows from figures and from what the attacks can do; a defense that breaks attacks does not hold."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from hiddenlab import registry
+from hiddenlab.base import Attack
+from hiddenlab.builtins import BUILTINS
+from hiddenlab.channels import Channel
+from hiddenlab.cli import app
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.eval.assess import command, ensemble
+from hiddenlab.eval.assess.command import assess
+from hiddenlab.eval.assess.control import guesses
+from hiddenlab.eval.assess.ensemble import (
+    CRASHED,
+    DONE_BEFORE,
+    NOT_APPLICABLE,
+    OUT_OF_TIME,
+    RAN,
+    Step,
+    attack_all,
+)
+from hiddenlab.eval.assess.secrets import FORMS, planted
+from hiddenlab.eval.assess.verdict import (
+    BROKEN,
+    EXIT_CODES,
+    HELD,
+    INCONCLUSIVE,
+    LEAKS,
+    LITTLE,
+    Evidence,
+    leak_of,
+    sentence_of,
+    status_of,
+)
+from hiddenlab.eval.measures.intervals import Estimate
+from hiddenlab.models import Request, TruncatedModel
+from hiddenlab.stages import Stage
+from hiddenlab.types import AttackResult, Observation, TokenPrediction, silent
+
+Truncated = Callable[..., TruncatedModel]
+CONTROL_LENGTH = 16
+
+
+class Knowing(Attack):
+    """Reads every token of a channel that releases plain embeddings' states, by a table; sure of each."""
+
+    sure = True
+
+    def _fit(self, info: Any) -> dict[str, float | str]:
+        requests = [Request(self.model.prefix(), torch.tensor([i])) for i in range(self.model.vocab_size)]
+        self.table = torch.cat([answer.states for answer in self.model.run(requests, keep=False)]).float()
+        return {}
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        ids = torch.cdist(observation.states.float(), self.table).argmin(1).tolist()
+        tokens = tuple(TokenPrediction(token, row, 0.0, None, 1, self.sure) for row, token in enumerate(ids))
+        return AttackResult(tokens, 0, 0, 0.0, "complete")
+
+
+class Unsure(Knowing):
+    sure = False
+
+
+class Failing(Attack):
+    def _recover(self, observation: Observation) -> AttackResult:
+        raise RuntimeError("singular matrix\nand a long story")
+
+
+class Never(Attack):
+    def _fit(self, info: Any) -> dict[str, float | str]:
+        raise NotApplicableError("it needs something else")
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        raise AssertionError("never called")
+
+
+class Endless(Attack):
+    def _recover(self, observation: Observation) -> AttackResult:
+        while True:
+            self.progress("searching", 0, 0)
+            time.sleep(0.001)
+
+
+class Zeros(Stage):
+    spec = "zeros"
+
+    def states(self, states: torch.Tensor, generator: torch.Generator) -> Any:
+        return torch.zeros_like(states), None, {}
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in registry._SESSION:
+        monkeypatch.setitem(registry._SESSION, kind, {})  # a test's names end with it
+    made = {"knowing": Knowing, "unsure": Unsure, "failing": Failing, "never": Never, "endless": Endless}
+    for name, attack in made.items():
+        registry.register("attacks", name, attack)
+    registry.register("defenses", "zeros", Zeros)
+    monkeypatch.setattr(command, "guesses", lambda model, lengths, *_: [(0,) * n for n in lengths])
+
+
+def released(model: TruncatedModel, *prompts: Sequence[int]) -> list[Observation]:
+    return [Channel.parse([]).release(model, list(prompt))[0] for prompt in prompts]
+
+
+def steps(*names: str) -> list[Step]:
+    return [Step(name, "") for name in names]
+
+
+# ---- figures
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.floats(0, 1), st.floats(0, 0.9)), min_size=1, max_size=25))
+@settings(max_examples=60, deadline=None)
+def test_the_leak_lies_within_its_interval_and_counts_what_cannot_be_guessed(
+    prompts: list[tuple[int, float, float]],
+) -> None:
+    tokens = [n for n, _, _ in prompts]
+    right, guessed = ([round(n * share) for n, *shares in prompts for share in [shares[i]]] for i in (0, 1))
+    found = leak_of(right, guessed, tokens)
+    assert found.low <= found.value + 1e-9 and found.value <= found.high + 1e-9 and found.n == len(prompts)
+    total, control = sum(tokens), sum(guessed)
+    if control < total:
+        assert found.value == pytest.approx((sum(right) - control) / (total - control))
+
+
+def test_no_token_of_few_prompts_is_not_certain() -> None:
+    few, many = (leak_of([0] * n, [0] * n, [40] * n) for n in (3, 30))
+    assert few.high > LITTLE > many.high > 0 and few.low == many.low == 0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "other", "status"),
+    [
+        (0.6, 0.9, {}, BROKEN),
+        (0.06, 0.6, {}, LEAKS),
+        (0.0, 0.04, {"exact": 1}, LEAKS),
+        (0.0, 0.04, {"secrets": (1, 4)}, LEAKS),
+        (0.0, 0.04, {"able": ["a"]}, HELD),
+        (0.0, 0.04, {}, INCONCLUSIVE),
+        (0.0, 0.04, {"able": ["a"], "crashed": ["b"]}, INCONCLUSIVE),
+        (0.0, 0.04, {"able": ["a"], "short": ["b"]}, INCONCLUSIVE),
+        (0.0, 0.2, {"able": ["a"]}, INCONCLUSIVE),
+    ],
+)
+def test_the_verdict_follows_from_bounds_and_from_what_the_attacks_can_do(
+    low: float, high: float, other: dict[str, Any], status: str
+) -> None:
+    leak = Estimate((low + high) / 2, low, high, 20)
+    found = Evidence(leak, **({"exact": 0, "secrets": (0, 4)} | other))
+    said = sentence_of(found, 10, "beam-decoding")
+    assert status_of(found) == status and said.startswith(status) and "secure" not in said
+    assert EXIT_CODES[status] == {BROKEN: 1, LEAKS: 1, HELD: 0, INCONCLUSIVE: 3}[status]
+
+
+def test_planted_secrets_are_of_the_seed_and_in_their_text() -> None:
+    assert planted(3) == planted(3) != planted(4)
+    assert len(planted(3)) == len(FORMS) and all(one.secret in one.text for one in planted(3))
+    assert all(a.secret != b.secret for a, b in zip(planted(3), planted(4), strict=True))
+
+
+def test_the_control_says_what_stands_at_a_place_most_often(
+    tiny_model: Truncated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = torch.tensor([[1, 2, 3], [1, 5, 3], [4, 5, 6]]).repeat(1, 6)[:, :CONTROL_LENGTH]
+    monkeypatch.setattr("hiddenlab.eval.assess.control.own_text", lambda model, count, length, *_: texts)
+    assert guesses(tiny_model("llama", 2), [3, 5]) == [(1, 5, 3), (1, 5, 3, 1, 5)]
+
+
+# ---- the ensemble
+
+
+def test_each_attack_is_told_apart_and_solved_prompts_are_left_alone(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 1)
+    shown = released(model, [5], [7])
+    names = ("failing", "never", "endless", "knowing", "unsure")
+    made = [replace(step, weight=0.01 if step.attack == "endless" else 1.0) for step in steps(*names)]
+    found = attack_all(shown, model, 0, 60.0, silent, made)
+    assert [one.status for one in found] == [CRASHED, NOT_APPLICABLE, OUT_OF_TIME, RAN, DONE_BEFORE]
+    assert found[0].reason == "RuntimeError: singular matrix" and found[1].reason == "it needs something else"
+    assert [found[3].results[i].ids for i in (0, 1)] == [[5], [7]] and not found[4].results
+
+
+def test_an_attack_for_missing_rows_does_not_run_where_all_are_shown(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 1)
+    (one,) = attack_all(released(model, [5]), model, 0, 5.0, silent, [Step("endless", "", missing=True)])
+    assert one.status == NOT_APPLICABLE and one.reason == "every token has a row"
+
+
+def test_time_that_is_left_goes_to_the_later_attacks(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 1)
+    made = [Step("never", "", weight=3), Step("endless", "")]
+    first, second = attack_all(released(model, [5]), model, 0, 0.4, silent, made)
+    assert first.allowed == pytest.approx(0.3, abs=0.01) and second.allowed > 0.3
+
+
+# ---- the whole
+
+
+@pytest.fixture
+def prompts(tmp_path: Any) -> str:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(26)))
+    return str(path)
+
+
+def ask(path: str, prompts: str, *defense: str, **options: Any) -> dict[str, Any]:
+    from hiddenlab.config import AttackConfig
+
+    config = AttackConfig(model=path, prompts=prompts, layer=1, max_tokens=1, defense=defense, **options)
+    return assess(config, minutes=1)
+
+
+def test_identity_is_broken_and_zeros_are_not(
+    tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny("llama", tokenizer=True)
+    monkeypatch.setattr(command, "_planted_cases", lambda job, texts: [])
+    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "ATTACKS", steps("unsure"))
+    open_, shut = ask(path, prompts), ask(path, prompts, "zeros")
+    assert open_["status"] == BROKEN and open_["exit_code"] == 1 and open_["exact"]["value"] == 1
+    assert open_["undefended"] == [] and open_["leakiest"]["token_accuracy"] == 1
+    assert shut["status"] in (HELD, INCONCLUSIVE) and shut["exact"]["value"] < 0.1
+    assert shut["undefended"][0]["leak"]["low"] > 0.5  # the attack reads these prompts without the defense
+    assert shut["utility"]["reason"].startswith("not measured") and "two tokens" in open_["utility"]["reason"]
+
+
+def test_a_defense_that_makes_attacks_fail_does_not_hold(
+    tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "ATTACKS", steps("failing", "never"))
+    found = ask(tiny("llama", tokenizer=True), prompts)
+    assert found["status"] == INCONCLUSIVE and "failing failed with an error" in found["sentence"]
+    assert (
+        found["exit_code"] == 3
+        and found["leakiest"] is None
+        and found["secrets"] == {"read": 0, "planted": 4}
+    )
+
+
+def test_the_command_prints_the_verdict_and_ends_with_its_code(
+    tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "ATTACKS", steps("knowing"))
+    asked = [
+        "assess", "identity", "--model", tiny("llama", tokenizer=True), "--prompts", prompts, "--layer", "1",
+        "--max-tokens", "1",
+    ]  # fmt: skip
+    shown = CliRunner().invoke(app, asked)
+    assert shown.exit_code == 1 and shown.stdout.startswith("BROKEN: 100.0 %")
+    found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert found["status"] == BROKEN and found["attacks"][0]["attack"] == "knowing"
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (["nosuch"], "nosuch"),
+        (["identity", "--minutes", "0"], "--minutes is above 0"),
+        (["gaussian"], "sigma"),
+    ],
+)
+def test_wrong_input_names_the_way_out(asked: list[str], says: str) -> None:
+    found = CliRunner().invoke(app, ["assess", *asked])
+    assert found.exit_code == 2 and says in found.output
+
+
+def test_every_attack_of_the_ensemble_exists() -> None:
+    assert all(step.attack.partition(":")[0] in BUILTINS["attacks"] for step in ensemble.ATTACKS)
+
+
+def test_states_of_a_file_are_refused() -> None:
+    from hiddenlab.config import AttackConfig
+
+    with pytest.raises(InputError, match="hiddenlab attack"):
+        assess(AttackConfig(states=("x.npy",)))
