@@ -1,4 +1,4 @@
-"""Recover tokens from the partial attention sums that a CompNode receives at the first layer.
+"""Recover tokens from the attention sums that a CompNode receives at the first layer.
 
 See the paper, Theorem 7.3 and appendix P. For each of its rows r and each key shard a CompNode receives m, e and u.
 From these follows the sum over the shard's visible keys s of p(r, s) [1, v(s)], p being softmax weights. At the first
@@ -9,6 +9,12 @@ span the rows' common space. A token is in the sum if and only if its value vect
 in array processing): one projection of the vocabulary finds the tokens, whatever their positions. Their positions
 follow from the weights, by non-negative least squares over a handful of candidates. Under (c, delta)-sharding with m
 splits there are c/m unknown tokens and c rows at every step with a full cluster, so there are enough equations.
+
+With masked sums a CompNode gets the attention output alone, over all keys and without the divisor. The known tokens'
+part of it is then known up to a factor for each row and head. Without the directions of these parts, the outputs still
+span what the unknown value vectors span. The weights need no divisor either: over all keys, exp(score) (v - o) adds up
+to 0, o being the output. So the tokens of a gap follow, and their order, where they are at most as many as the rows
+behind it have query heads for a key/value head.
 """
 
 import math
@@ -20,15 +26,23 @@ import torch
 from jaxtyping import Float, Int
 from scipy.optimize import nnls
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from hiddenlab.base import Attack
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.first_layer import FirstLayer
 from hiddenlab.models import TruncatedModel
+from hiddenlab.sharding import rows_for_span
+from hiddenlab.text import count_of
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 NOISE = 1e-4  # singular values below this share of the largest are rounding
+BESIDE_KNOWN = 3e-7  # the same where mixes of known value vectors are removed from normalized outputs
+KNOWN = (
+    1e-9  # the same of these mixes; and what of a value vector's square they must leave, to be told from them
+)
 EXPLAINED = 1e-6  # share of a sum's square that the right tokens leave unexplained, at most
+LEAST = 1e-6  # share of the attention outputs' square that counts as a sum's square, at least
 CANDIDATES = 4  # candidates of a missing token that are compared with their weights
 SWEEPS, STARTS = 20, 16
 
@@ -37,8 +51,9 @@ class PartialSums(Attack):
     """Recover the tokens before a CompNode's last row from what it receives at the first layer.
 
     Needs a CompNode's stream ``attn`` at layer 1 of ``hiddenlab cascade run --record``: its embeddings, and m, e, u of
-    every key shard. A sum that is explained exactly verifies its tokens; their distance is the share of the
-    sum's square that stays unexplained.
+    every key shard, or with ``--harden masked-sums`` the attention output. A sum that is explained exactly verifies its
+    tokens; their distance is the share of the sum's square that stays unexplained. Of attention outputs, gaps of more
+    tokens than the rows behind them have query heads for a key/value head are left out.
 
     Knows: the weights of the first layer, the plan, what the node holds and receives. Does not know: other nodes' rows.
 
@@ -47,7 +62,8 @@ class PartialSums(Attack):
     """
 
     use_when = (
-        "you have a recorded Cascade run: the sums m, e and u that a CompNode receives at the first layer"
+        "you have a recorded Cascade run: the sums m, e and u, or with masked-sums the attention output, that a "
+        "CompNode receives at the first layer"
     )
 
     def __init__(self, candidates: int = CANDIDATES) -> None:
@@ -72,10 +88,11 @@ class PartialSums(Attack):
         """Recover one prompt up to the node's last row.
 
         Raises:
-            NotApplicableError: the observation is no CompNode's combined view of the first layer.
+            NotApplicableError: the observation is no CompNode's combined view of the first layer, or holds attention
+                outputs of too few rows to read any other token.
         """
         facts, info = observation.info.facts, observation.info
-        if not {"heads", "shards", "embed"} <= set(facts) or info.positions is None or info.site.layer != 1:
+        if not {"heads", "embed"} <= set(facts) or info.positions is None or info.site.layer != 1:
             raise NotApplicableError(
                 "this attack reads a CompNode's combined view of layer 1 (--stream attn of 'cascade run --record')"
             )
@@ -83,10 +100,17 @@ class PartialSums(Attack):
         started, before = time.perf_counter(), layer.counters()
         with torch.inference_mode():
             view = _View.of(observation, self.model.device)
+            if view.output.shape[2:] != (layer.heads, layer.value_width):
+                raise InputError(
+                    "the view holds outputs of {} heads with {} numbers each, where the model has {} with {}".format(
+                        *view.output.shape[2:], layer.heads, layer.value_width
+                    )
+                )
             own = layer.own_tokens(view.embeddings, view.positions)
             known = dict(zip(view.positions, own, strict=True))
-            heads = view.total.shape[2]
-            queries = layer.along(layer.q, known)[view.positions].unflatten(1, (heads, -1)).transpose(0, 1)
+            queries = (
+                layer.along(layer.q, known)[view.positions].unflatten(1, (layer.heads, -1)).transpose(0, 1)
+            )
             held = set(known)
             verified = dict.fromkeys(known, True)
             left = dict.fromkeys(known, math.nan)  # own tokens are looked up, not explained
@@ -98,20 +122,25 @@ class PartialSums(Attack):
                 known |= solved
                 verified |= sure
                 left |= steps.left
-        positions = sorted(known)
+        positions, missing = sorted(known), view.positions[-1] + 1 - len(held)
+        left_out = view.positions[-1] + 1 - len(positions)
+        if view.divisor is None and 0 < missing == left_out:
+            raise NotApplicableError(
+                f"the attention output of a row names at most {count_of(layer.groups, 'token')} before it, and each "
+                "gap has more for its rows; take --attack missing-tokens on --stream resid"
+            )
         row_of = {position: row for row, position in enumerate(view.positions)}
         tokens = tuple(
             TokenPrediction(known[p], row_of.get(p, -1), left[p], None, 0, verified[p]) for p in positions
         )
-        complete = positions == list(range(len(positions)))
         positions_run, passes = (now - then for now, then in zip(layer.counters(), before, strict=True))
         return AttackResult(
             tokens,
             positions_run,
             passes,
             time.perf_counter() - started,
-            "complete",
-            positions=None if complete else tuple(positions),
+            f"{count_of(left_out, 'token')} left out, with too few rows behind" if left_out else "complete",
+            positions=tuple(positions) if left_out else None,
         )
 
     def __repr__(self) -> str:
@@ -123,29 +152,34 @@ class PartialSums(Attack):
 
 @dataclass(frozen=True)
 class _View:
-    """A node's combined view.
+    """A node's combined view: outputs by key shard, or with masked sums the attention output of all keys.
 
     Attributes:
-        maximum, total: ``[shards, rows, h]``. output: ``[shards, rows, h, dv]``. shards: positions of each key shard.
+        divisor: log of what each shard's weights were divided by, ``[shards, rows, h]``; None where the node does not
+            learn it. sees: 1 where a row sees a key of the shard. output: ``[shards, rows, h, dv]``. shards: positions
+            of each key shard.
     """
 
     positions: list[int]
     embeddings: Float[Tensor, "rows d"]
-    maximum: Float[Tensor, "s rows h"]
-    total: Float[Tensor, "s rows h"]
+    divisor: Float[Tensor, "s rows h"] | None
+    sees: Float[Tensor, "s rows h"]
     output: Float[Tensor, "s rows h dv"]
     shards: list[list[int]]
 
     @classmethod
     def of(cls, observation: Observation, device: torch.device) -> "_View":
-        facts = observation.info.facts
-        heads, shards, width = (
-            int(facts["heads"]),
-            [list(map(int, s)) for s in facts["shards"]],
-            int(facts["embed"]),
-        )
+        facts, positions = observation.info.facts, list(observation.info.positions or ())
+        heads, width = int(facts["heads"]), int(facts["embed"])
         rows = observation.states.to(device).float()
-        parts = rows[:, width:]
+        embeddings, parts = rows[:, :width], rows[:, width:]
+        if "shards" not in facts:
+            if not parts.shape[1] or parts.shape[1] % heads:
+                raise InputError(f"{parts.shape[1]} columns do not hold the output of {heads} heads")
+            output = parts.unflatten(1, (heads, -1))[None]
+            every = list(range(positions[-1] + 1))
+            return cls(positions, embeddings, None, torch.ones_like(output[..., 0]), output, [every])
+        shards = [list(map(int, s)) for s in facts["shards"]]
         if not shards or parts.shape[1] % (len(shards) * heads) or parts.shape[1] < 3 * len(shards) * heads:
             raise InputError(
                 f"{parts.shape[1]} columns do not hold m, e and u of {len(shards)} shards and {heads} heads"
@@ -153,10 +187,9 @@ class _View:
         # m, e and u of all heads stand side by side, a shard after another
         each = parts.unflatten(1, (len(shards), -1)).transpose(0, 1)
         maximum, total, output = each[..., :heads], each[..., heads : 2 * heads], each[..., 2 * heads :]
-        return cls(
-            list(observation.info.positions or ()), rows[:, :width], maximum, total,
-            output.unflatten(2, (heads, -1)), shards,
-        )  # fmt: skip
+        some = total > 0  # otherwise the row sees no key of the shard, and its numbers are meaningless
+        divisor = torch.where(some, maximum + total.clamp(min=1e-30).log(), 0.0)
+        return cls(positions, embeddings, divisor, some.to(rows), output.unflatten(2, (heads, -1)), shards)
 
 
 @dataclass
@@ -175,25 +208,33 @@ class _Shard:
     def solve(
         self, known: dict[int, int], candidates: int, seed: int
     ) -> tuple[dict[int, int], dict[int, bool]]:
-        """Return the tokens of the shard's unknown keys, and whether the sums they are in were explained."""
+        """Return the tokens of the shard's unknown keys, and whether the sums they are in were explained.
+
+        Without divisors, tokens that have too few rows, or whose sums are not explained, are solved for again with the
+        next ones: rows behind them see both. What has too few rows to the end is left out.
+        """
         unknown = [s for s in self.keys if s not in self.held]
-        solved: dict[int, int] = {}
         groups: dict[int, list[int]] = {}
         for row, position in enumerate(self.view.positions):
             groups.setdefault(sum(s <= position for s in unknown), []).append(row)
-        before = 0
+        before, solved, used = 0, dict[int, int](), dict(known)
         for count, rows in sorted(groups.items()):
             # A sliding window may hide a key from every row: it cannot be found then.
             positions = [self.view.positions[row] for row in rows]
             seen = self.layer.attention.visible(positions, unknown[before:count]).any(0)
             if new := [s for s, shown in zip(unknown[before:count], seen.tolist(), strict=True) if shown]:
-                step = self._step(rows, self._seen(rows, known | solved), new)
+                step = self._step(rows, self._seen(rows, used), new)
+                if step is None:
+                    continue
                 tokens, left = step.solve(candidates, seed)
                 # A fit that rests on a wrong token verifies nothing.
-                sure = left < EXPLAINED and all(self.exact.values())
+                sure = left < EXPLAINED and all(self.exact.get(s, True) for s in used)
                 solved |= tokens
                 self.exact |= dict.fromkeys(new, sure)
                 self.left |= dict.fromkeys(new, left)
+                if not sure and self.view.divisor is None:
+                    continue
+                used |= tokens
             before = count
         return solved, self.exact
 
@@ -201,65 +242,98 @@ class _Shard:
         last = self.view.positions[rows[-1]]
         return {s: known[s] for s in self.keys if s in known and s <= last}
 
-    def _step(self, rows: list[int], seen: dict[int, int], new: list[int]) -> "_Step":
-        """Return the sums of some rows over the new keys, with the contributions of known keys subtracted."""
+    def _step(self, rows: list[int], seen: dict[int, int], new: list[int]) -> "_Step | None":
+        """Return what some rows show of the new keys, without the contributions of known keys.
+
+        None where attention outputs are of too few rows.
+        """
         view, layer = self.view, self.layer
-        total = view.total[self.index, rows].T
-        some = total > 0  # otherwise the row sees no key of the shard, and its numbers are meaningless
-        scale = torch.where(some, view.maximum[self.index, rows].T + total.clamp(min=1e-30).log(), 0.0)
-        sums = view.output[self.index, rows].transpose(0, 1).clone()
-        positions = [view.positions[row] for row in rows]
-        step = _Step(layer, self.queries[:, rows], scale, some.to(scale), sums, new, positions)
-        if seen:
-            keys, values = layer.along(layer.k, seen), layer.along(layer.v, seen)
-            for position in seen:
-                weights = step.weights(keys[position][None], position)[:, :, 0]
-                step.mass.sub_(weights)
-                step.sums.sub_(weights[..., None] * step.spread(values[position][None])[:, :, 0])
-        return step
+        positions, queries = [view.positions[row] for row in rows], self.queries[:, rows]
+        sees = view.sees[self.index, rows].T[..., None]
+        shown = torch.cat([sees, view.output[self.index, rows].transpose(0, 1)], -1).double()
+        scores, values = shown.new_zeros(*shown.shape[:2], 0), shown.new_zeros(len(shown), 0, shown.shape[2])
+        if places := sorted(seen):
+            keys = layer.along(layer.k, seen)[places]
+            hidden = ~layer.attention.visible(positions, places).to(keys.device)
+            scores = layer.scored(queries, keys).double().masked_fill(hidden, -math.inf)
+            values = _with_mass(layer.spread(layer.along(layer.v, seen)[places].double())).transpose(0, 1)
+        if view.divisor is not None:
+            scale = view.divisor[self.index, rows].T.double()
+            left = shown - (scores - scale[..., None]).exp() @ values
+            return _Step(
+                layer, queries, scale, left, torch.zeros_like(left), left, left[:, :0], new, positions
+            )
+        # Weights are relative to those of the known keys together; a row's own is always one of them.
+        scale = scores.logsumexp(2)
+        known = (scores - scale[..., None]).exp() @ values
+        count = rows_for_span(len(rows), layer.groups, len(seen), len(new), shown.shape[2] - 1)
+        if not count:
+            return None
+        left, spanning, removed = shown - known, shown[:, -count:], known[:, -count:]
+        return _Step(layer, queries, scale, left, shown, spanning, removed, new, positions)
+
+
+def _with_mass(values: Float[Tensor, "*shape dv"]) -> Float[Tensor, "*shape width"]:
+    """Return value vectors behind a 1, so that a weighted sum of them begins with the sum of the weights."""
+    return torch.cat([torch.ones_like(values[..., :1]), values], -1)
 
 
 @dataclass(frozen=True)
 class _Step:
     """Rows that see the same unknown keys, and what these contribute to them.
 
+    Contributions are weights times a 1 and the value vector, less ``centre``. With divisors the centre is 0, and
+    ``left`` the shard's sums without the known keys. Without, the centre is the output o: over all keys, exp(score)
+    (v - o) adds up to 0, so that ``left`` is what known keys lack.
+
     Attributes:
-        queries: ``[h, rows, d]``. scale: ``[h, rows]``, log of the divisor of the weights. mass, sums: what the unknown
-            keys contribute, ``[h, rows]`` and ``[h, rows, dv]``. new: their positions.
+        queries: of each head and row. scale: log of what weights are relative to. left: what the contributions add up
+            to. spanning: rows that mix the unknown value vectors, and beside them those in ``removed``, to an unknown
+            share. new: positions of the unknown keys. positions: of the rows.
     """
 
     layer: FirstLayer
     queries: Float[Tensor, "h rows d"]
     scale: Float[Tensor, "h rows"]
-    mass: Float[Tensor, "h rows"]
-    sums: Float[Tensor, "h rows dv"]
+    left: Float[Tensor, "h rows width"]
+    centre: Float[Tensor, "h rows width"]
+    spanning: Float[Tensor, "h some width"]
+    removed: Float[Tensor, "h other width"]
     new: list[int]
     positions: list[int]
 
     def weights(self, keys: Float[Tensor, "c w"], position: int) -> Float[Tensor, "h rows c"]:
         """Return the softmax weights of tokens with these keys at a position, for every row."""
-        scores = self.layer.scored(self.queries, keys)
+        scores = self.layer.scored(self.queries, keys).double()
         seen = self.layer.attention.visible(self.positions, [position]).to(scores.device)
         return (scores - self.scale[..., None]).exp().masked_fill(~seen, 0.0)
 
-    def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "h 1 c dv"]:
-        """Return value vectors for every query head."""
-        return self.layer.spread(values).transpose(0, 1)[:, None]
-
     def shortlist(self, count: int) -> Int[Tensor, "n c"]:
-        """Return for each missing position the tokens whose value vectors lie nearest to the span of the sums."""
+        """Return for each missing position the tokens whose value vectors lie nearest to the span of the sums.
+
+        Nothing excludes a value vector that lies among what is removed: such tokens come first.
+        """
         lists = []
         for position in self.new:
             values = self.layer.values(position)
-            kv = values.shape[1] // self.sums.shape[2]
-            outside = torch.zeros(len(values), device=values.device)
-            for g in range(kv):
-                own = values.view(len(values), kv, -1)[:, g]
-                rows = self.sums.unflatten(0, (kv, -1))[g].flatten(0, 1)
-                _, sizes, basis = torch.linalg.svd(rows, full_matrices=False)
-                basis = basis[: len(self.new)][sizes[: len(self.new)] > NOISE * sizes[0]]
-                total = own.square().sum(1).clamp(min=1e-30)
-                outside += 1 - (own @ basis.T).square().sum(1) / total
+            kv = len(self.spanning) // self.layer.groups
+            values = values.unflatten(1, (kv, -1)).double()
+            outside = values.new_zeros(len(values))
+            for g, (rows, removed) in enumerate(
+                zip(
+                    *(part[..., 1:].unflatten(0, (kv, -1)) for part in (self.spanning, self.removed)),
+                    strict=True,
+                )
+            ):
+                known, rows = _directions(removed.flatten(0, 1), KNOWN), rows.flatten(0, 1)
+                noise = NOISE
+                if len(known):
+                    rows, noise = normalize(rows, dim=1), BESIDE_KNOWN
+                basis = _directions(rows - rows @ known.T @ known, noise)[: len(self.new)]
+                rest = values[:, g] - values[:, g] @ known.T @ known
+                size = rest.square().sum(1)
+                beyond = (size - (rest @ basis.T).square().sum(1)).clamp(min=0) / size.clamp(min=1e-30)
+                outside += torch.where(size > KNOWN * values[:, g].square().sum(1), beyond, 0.0)
             lists.append(outside.topk(min(count, len(values)), largest=False).indices)
             if not self.layer.moves:
                 return lists[0].expand(len(self.new), -1)
@@ -267,31 +341,50 @@ class _Step:
 
     def solve(self, candidates: int, seed: int) -> tuple[dict[int, int], float]:
         """Return the tokens of the missing positions, and the share of the sums' square that they leave unexplained."""
-        tokens = self.shortlist(max(16, candidates * len(self.new)))
+        # Where known tokens lack next to nothing, as before a repeated token, the outputs themselves set the measure.
+        least = LEAST * float(self.centre[..., 1:].square().sum())
+        # Time grows with the square of the candidates, and half of them mostly do.
+        for each in sorted({-(-candidates // 2), candidates}):
+            tokens = self.shortlist(max(16, each * len(self.new)))
+            chosen, left = _one_of_each(self._atoms(tokens), self.left.flatten(), seed, least)
+            if left < EXPLAINED:
+                break
+        return {p: int(tokens[i, chosen[i]]) for i, p in enumerate(self.new)}, left
+
+    def _atoms(self, tokens: Int[Tensor, "n c"]) -> Float[Tensor, "n c equations"]:
+        """Return what each candidate of each missing position would contribute to the sums."""
         atoms = []
         for position, own in zip(self.new, tokens, strict=True):
             weights = self.weights(self.layer.keys(own, position), position)
-            values = self.spread(self.layer.values(position)[own])
-            parts = torch.cat([weights[..., None], weights[..., None] * values], -1)
+            values = _with_mass(self.layer.spread(self.layer.values(position)[own].double())).transpose(0, 1)
+            parts = weights[..., None] * (values[:, None] - self.centre[:, :, None])
             atoms.append(parts.permute(2, 0, 1, 3).flatten(1))
-        dictionary = torch.stack(atoms).double()  # [n, c, equations]
-        target = torch.cat([self.mass[..., None], self.sums], -1).flatten().double()
-        chosen, left = _one_of_each(dictionary, target, seed)
-        return {p: int(tokens[i, chosen[i]]) for i, p in enumerate(self.new)}, left
+        return torch.stack(atoms)
+
+
+def _directions(rows: Float[Tensor, "r dv"], noise: float) -> Float[Tensor, "s dv"]:
+    """Return orthonormal directions that rows span, the strongest first; weaker ones than a share are rounding."""
+    _, sizes, basis = torch.linalg.svd(rows, full_matrices=False)
+    return basis[sizes > noise * sizes.amax()] if len(rows) else basis
 
 
 def _one_of_each(
-    dictionary: Float[Tensor, "n c equations"], target: Float[Tensor, " equations"], seed: int
+    dictionary: Float[Tensor, "n c equations"],
+    target: Float[Tensor, " equations"],
+    seed: int,
+    least: float = 0.0,
 ) -> tuple[list[int], float]:
     """Choose one atom of each of n lists so that they add up to the target; also return the unexplained share.
 
-    The share is of the target's square. Non-negative least squares over all atoms gives a start. Then each list's atom
-    is chosen again with the others held, from several starts, until nothing changes.
+    The share is of the target's square, or of ``least`` where that is more. Non-negative least squares over all atoms
+    gives a start. Then each list's atom is chosen again with the others held, from several starts, until nothing
+    changes.
     """
     n, c, _ = dictionary.shape
     flat = dictionary.flatten(0, 1)
     gram, along = (flat @ flat.T).cpu().numpy(), (flat @ target).cpu().numpy()
-    total = float(target.square().sum())
+    square = float(target.square().sum())
+    total = max(square, least)
     # This has the same minimum as the equations themselves, which are many more than the atoms.
     root = np.linalg.cholesky(gram + 1e-12 * np.trace(gram) / len(gram) * np.eye(len(gram)))
     relaxed = nnls(root.T, np.linalg.solve(root, along))[0].reshape(n, c)
@@ -310,7 +403,7 @@ def _one_of_each(
             if chosen == before:
                 break
         places = [j * c + chosen[j] for j in range(n)]
-        left = float(total - 2 * along[places].sum() + gram[np.ix_(places, places)].sum()) / total
+        left = float(square - 2 * along[places].sum() + gram[np.ix_(places, places)].sum()) / total
         if best is None or left < best[0]:
             best = left, chosen
         if best[0] < EXPLAINED:

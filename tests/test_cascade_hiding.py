@@ -63,12 +63,6 @@ def test_the_cheapest_comes_first_and_whole_intervals_count() -> None:
             hiding(wrong)
 
 
-def test_masked_sums_alone_come_with_a_caution() -> None:
-    assert "pilot" in Hardening.parse("masked-sums").cautions[0]
-    for spec in (None, "shares", "client:first=1,last=1|masked-sums"):
-        assert Hardening.parse(spec).cautions == []
-
-
 def test_sentences_name_command_share_and_cost() -> None:
     found = described(0.05)
     assert found["fit"] and found["fit"][0]["harden"] in found["lines"][0]

@@ -17,7 +17,7 @@ from hiddenlab.defenses.cascade.attn_worker import AttnWorker
 from hiddenlab.defenses.cascade.backend import Cascade, Settings
 from hiddenlab.defenses.cascade.command import Backend, run
 from hiddenlab.defenses.cascade.cost import MASKED, Shape, layer_bytes, sent
-from hiddenlab.defenses.cascade.exposure import NOT_MEASURED, NOT_PRIVATE
+from hiddenlab.defenses.cascade.exposure import NOT_MEASURED, NOT_PRIVATE, outputs_read
 from hiddenlab.defenses.cascade.generate import generate
 from hiddenlab.defenses.cascade.hardening import Hardening
 from hiddenlab.defenses.cascade.load import load_cascade_model, plain_outputs
@@ -38,13 +38,12 @@ from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.planning import plan
 from hiddenlab.defenses.cascade.remote import WireCascade
 from hiddenlab.defenses.cascade.wide import FRACTION, Wide, fixed, real
-from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.errors import InputError
 from hiddenlab.models import load_model
 from hiddenlab.models.attention import Attention
-from hiddenlab.observation import load_observations
+from hiddenlab.observation import load_site
 from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.testing import DECODERS, VOCABULARY, byte_tokenizer
-from hiddenlab.types import Site
 
 TinyPath = Callable[..., str]
 SUMS = "masked-sums"
@@ -367,28 +366,34 @@ def test_the_bytes_on_the_wire_are_those_of_the_formula(
 
 
 def test_a_compnode_sees_the_attention_output_alone(tiny: TinyPath, tmp_path: Path) -> None:
+    """At layer 1 it stands behind the node's embeddings, and the attack reads the others' tokens from it."""
     path, text = tiny("llama", tokenizer=True), "who sees this"
     run(text, Backend(model=path, harden=SUMS), alpha=2, c=2, record=f"{tmp_path}/seen")
-    seen = load_observations(f"{tmp_path}/seen/CompNode-1.safetensors")
-    for layer in (1, 3):
-        (one,) = [o for o in seen if o.info.site == Site(layer, "attn")]
+    tokens = byte_tokenizer()(text)["input_ids"]
+    for layer, embed in ((1, 64), (3, 0)):
+        (one,) = load_site(f"{tmp_path}/seen/CompNode-1.safetensors", layer, "attn")
         model = load_model(path, layer, stream="attn", device="cpu")
-        tokens = torch.tensor(byte_tokenizer()(text)["input_ids"])
-        expected = model.encode(tokens)[list(one.info.positions or ())]
-        assert torch.allclose(one.states, expected, atol=1e-4)
-        assert not {"shards", "heads", "key_shard", "embed"} & set(one.info.facts)
-    first = next(o for o in seen if o.info.site == Site(1, "attn"))
-    with pytest.raises(NotApplicableError, match="combined view of layer 1"):
-        PartialSums().fit(first.info, load_model(path, 1, stream="attn", device="cpu")).recover(first)
+        expected = model.encode(torch.tensor(tokens))[list(one.info.positions or ())]
+        assert torch.allclose(one.states[:, embed:], expected, atol=1e-4)
+        assert set(one.info.facts) == {"node", "scheme"} | ({"heads", "embed"} if embed else set())
+    (first,) = load_site(f"{tmp_path}/seen/CompNode-1.safetensors", 1, "attn")
+    model = load_model(path, 1, stream="attn", device="cpu")
+    found = PartialSums().fit(first.info, model).recover(first)
+    assert found.ids == tokens[:12] and all(one.verified for one in found.tokens)
 
 
-def test_the_plan_judges_compnodes_by_their_rows_alone(tiny: TinyPath) -> None:
+def test_the_plan_judges_compnodes_by_their_rows_and_attention_outputs(tiny: TinyPath) -> None:
     path = tiny("llama")
     bare, sums = (plan(64, alpha=4, c=16, model=path, harden=spec) for spec in (None, SUMS))
     comps = slice(0, 4)
     assert bare["verdicts"][4:] == sums["verdicts"][4:]
-    assert {one["evidence"] for one in sums["verdicts"][comps]} <= {None, "missing tokens"}
-    assert [one["by_partial_sums"] for one in sums["rows"]] == [None] * 4
+    assert {one["evidence"] for one in sums["verdicts"][comps]} <= {
+        None,
+        "missing tokens",
+        "attention outputs",
+    }
+    read = [len(outputs_read(shard, 2, 16)) for shard in Plan.clustered(64, 16, alpha=4).shards]
+    assert [one["by_partial_sums"] - one["tokens"] for one in sums["rows"]] == read
     assert [one["by_missing_tokens"] for one in sums["rows"]] == [
         one["by_missing_tokens"] for one in bare["rows"]
     ]

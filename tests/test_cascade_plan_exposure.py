@@ -23,6 +23,7 @@ from hiddenlab.defenses.cascade.exposure import (
     STATUSES,
     attack_on,
     gaps_read,
+    outputs_read,
     sums_read,
     verdicts,
 )  # fmt: skip
@@ -134,6 +135,13 @@ def test_figures_are_those_of_the_stored_tables() -> None:
     assert {row["figures"]["missing_token_accuracy"]["n"] for row in sums} == {
         EVIDENCE["partial sums"].prompts
     }
+    masked = json.loads((TABLES / "partial-sums-masked.json").read_text())["rows"]
+    outputs = EVIDENCE["attention outputs"]
+    for row in masked:
+        held = Plan.clustered(96, row["keys"]["c"], alpha=row["keys"]["alpha"]).shards[-1]
+        assert len(outputs_read(held)) == row["figures"].get("missing", {"value": 0})["value"]
+    shares = [row["figures"]["missing_token_accuracy"] for row in masked if row["figures"]]
+    assert {(one["value"], one["n"]) for one in shares} == {(outputs.figure, outputs.prompts)}
     scores = [
         row["figures"]["held_token_accuracy"]
         for row in json.loads((TABLES / "secret-coordinates.json").read_text())["rows"]

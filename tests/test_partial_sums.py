@@ -14,12 +14,14 @@ from hiddenlab.attacks.partial_sums import EXPLAINED, PartialSums, _one_of_each
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade import command
+from hiddenlab.defenses.cascade.exposure import outputs_read
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.measures.partial_sums import node_view, partial_sums
+from hiddenlab.matching.first_layer import FirstLayer
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.observation import load_site
 from hiddenlab.sharding import Plan
-from hiddenlab.testing import DECODERS, VOCABULARY, WINDOW, PlainModel
+from hiddenlab.testing import DECODERS, HEADS, KV_HEADS, VOCABULARY, WIDTH, WINDOW, PlainModel
 from hiddenlab.types import AttackResult, Observation
 
 LoadModel = Callable[..., TruncatedModel]
@@ -30,10 +32,12 @@ def tokens_of(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def view(tiny_model: LoadModel, architecture: str, tokens: list[int], plan: Plan, node: int) -> Observation:
+def view(
+    tiny_model: LoadModel, architecture: str, tokens: list[int], plan: Plan, node: int, masked: bool = False
+) -> Observation:
     streams = {name: tiny_model(architecture, 1, name) for name in "qkv"}
     streams["embed"] = tiny_model(architecture, 0, "embed")
-    return node_view(streams, tokens, plan, node)
+    return node_view(streams, tokens, plan, node, masked)
 
 
 def recover(tiny_model: LoadModel, architecture: str, observation: Observation) -> AttackResult:
@@ -123,6 +127,99 @@ def test_figures_say_which_tokens_they_are_of(tiny: TinyPath, tmp_path: Path) ->
     assert found["missing_wrong_verified"] == 0
     assert (found["exact"], found["token_accuracy"], found["verified"]) == (0, 0.8, 0.8)
     assert 0 < found["rouge_l"] < 1 and 0 < found["bleu"] < 1
+
+
+# ---- masked sums: the attention output alone
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_attention_outputs_name_the_tokens_of_gaps(tiny_model: LoadModel, architecture: str) -> None:
+    """Where a row has several query heads of a value head, or as many rows as missing tokens: all, in order."""
+    tokens, plan = tokens_of(18), Plan.clustered(18, 3, alpha=2)
+    observation = view(tiny_model, architecture, tokens, plan, 1, masked=True)
+    found = recover(tiny_model, architecture, observation)
+    places = found.positions or tuple(range(len(found.ids)))
+    window = WINDOW if architecture in ("gemma2", "gemma3_text", "mistral") else 18
+    shown = {p for r in plan.shards[1] for p in range(max(0, r + 1 - window), r + 1)}
+    assert {p for p, token in zip(places, found.ids, strict=True) if tokens[p] == token} == shown
+    assert all(one.verified for one in found.tokens)
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), tokens=st.lists(st.integers(0, 20), min_size=2, max_size=24))
+def test_what_the_rule_covers_is_read_and_nothing_wrong_is_claimed(
+    tiny_model: LoadModel, data: st.DataObject, tokens: list[int]
+) -> None:
+    """Any rows of any prompt, repeated tokens among them: exactly the tokens of gaps with enough equations."""
+    held = sorted(data.draw(st.sets(st.integers(0, len(tokens) - 1), min_size=1)))
+    others = [p for p in range(len(tokens)) if p not in held]
+    plan = Plan.by_hand([shard for shard in (held, others) if shard])
+    observation = view(tiny_model, "llama", tokens, plan, 0, masked=True)
+    covered = set(outputs_read(tuple(held), HEADS // KV_HEADS, WIDTH // HEADS))
+    if not covered and held[-1] >= len(held):
+        with pytest.raises(NotApplicableError, match="at most 2 tokens before it"):
+            recover(tiny_model, "llama", observation)
+        return
+    found = recover(tiny_model, "llama", observation)
+    places = found.positions or tuple(range(len(found.ids)))
+    assert set(places) == covered | set(held)
+    assert ("left out" in found.stop_reason) == (len(places) <= held[-1])
+    wrong = [i for i, p in enumerate(places) if found.tokens[i].verified and tokens[p] != found.ids[i]]
+    assert not wrong
+    assert all(one.verified for one in found.tokens)
+
+
+def test_two_tokens_against_all_pairs(tiny_model: LoadModel) -> None:
+    """The slow way: the attention output behind every pair of tokens, by softmax itself."""
+    tokens, plan = tokens_of(6, seed=3), Plan.by_hand([[0, 3, 4, 5], [1, 2]])
+    observation = view(tiny_model, "llama", tokens, plan, 0, masked=True)
+    model, place = tiny_model("llama", 1, "attn"), torch.tensor([1, 2])
+    layer = FirstLayer(model)
+    outputs = observation.states[1:, WIDTH:].unflatten(1, (HEADS, -1)).double()  # of rows 3 to 5
+    heads = layer.q.encode(torch.tensor(tokens))[3:].unflatten(1, (HEADS, -1)).transpose(0, 1)
+    every = torch.arange(VOCABULARY)
+    keys = {int(p): layer.keys(every, int(p)) for p in place}
+    keys |= {p: layer.keys(torch.tensor([tokens[p]]), p) for p in (0, 3, 4, 5)}
+    values = {p: layer.values(0, every if p in (1, 2) else torch.tensor([tokens[p]])) for p in keys}
+    apart = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.double)
+    for row in range(3):
+        total, mass = torch.zeros(HEADS, 1, 1, WIDTH // HEADS), torch.zeros(HEADS, 1, 1)
+        for p in (p for p in keys if p <= row + 3):
+            weight = layer.scored(heads[:, row : row + 1], keys[p])[:, 0].exp()  # [h, c]
+            shape = (HEADS, 1, -1) if p == 2 else (HEADS, -1, 1)
+            mass = mass + weight.reshape(shape)
+            total = total + (weight[..., None] * layer.spread(values[p]).transpose(0, 1)).reshape(*shape, 16)
+        apart += (total / mass[..., None] - outputs[row][:, None, None]).square().sum((0, 3))
+    best = divmod(int(apart.argmin()), VOCABULARY)
+    assert list(best) == tokens[1:3]
+    assert recover(tiny_model, "llama", observation).ids == tokens
+
+
+def test_noise_on_attention_outputs_verifies_nothing(tiny_model: LoadModel) -> None:
+    tokens, plan = tokens_of(12), Plan.clustered(12, 3, alpha=2)
+    observation = view(tiny_model, "llama", tokens, plan, 1, masked=True)
+    noise = 0.3 * torch.randn(observation.states.shape, generator=torch.Generator().manual_seed(0))
+    noise[:, :WIDTH] = 0
+    found = recover(tiny_model, "llama", Observation(observation.states + noise, observation.info))
+    assert not any(one.verified for one in found.tokens if one.row < 0)
+    facts = {**observation.info.facts, "heads": 2}
+    broken = Observation(observation.states, replace(observation.info, facts=facts))
+    with pytest.raises(InputError, match="2 heads with 32 numbers each, where the model has 4 with 16"):
+        recover(tiny_model, "llama", broken)
+
+
+@pytest.mark.slow
+def test_a_masked_run_of_the_builtin_model_is_read(tmp_path: Path) -> None:
+    """Gaps of 24 tokens behind eight rows, as many as equations, from recorded masked sums."""
+    text = "The ferry to the northern islands leaves at nine, whatever the weather does, and my password is hunter2; "
+    text += "please call Margaret Oduya at 555-0173 before noon about the invoice for the second shipment of parts."
+    backend = command.Backend(kind="local", harden="masked-sums")
+    command.run(text, backend, alpha=4, c=8, record=f"{tmp_path}/seen")
+    (one,) = load_site(f"{tmp_path}/seen/CompNode-1.safetensors", 1, "attn")
+    model = load_model("builtin", 1, stream="attn", device="cpu")
+    found = PartialSums().fit(one.info, model).recover(one)
+    assert found.ids == model.tokenize(text)[: len(found.ids)] and len(found.ids) > 40
+    assert all(token.verified for token in found.tokens)
 
 
 @settings(max_examples=25)

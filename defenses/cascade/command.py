@@ -356,7 +356,7 @@ def run(
                 channel=backend.hardening.channel, tokens=[*ids.tolist(), *answer], progress=progress,
             )  # fmt: skip
             grown = made.grown(len(ids) + max(0, len(answer) - 1))  # no node computes on the last token
-            result |= _worst(grown, Path(record), backend.hardening)
+            result |= _worst(grown, Path(record), backend)
         head = cascade.facts.head
     if compare:
         result |= _compared(backend, ids, head, result, repeats, new_tokens, sorted(defaults.stop))
@@ -397,12 +397,14 @@ def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progres
         thread.join()
 
 
-def _worst(made: Plan, folder: Path, hardening: Hardening) -> dict[str, Any]:
+def _worst(made: Plan, folder: Path, backend: Backend) -> dict[str, Any]:
     """Return the verdict on the node that reads most, and the command that attacks what it saw."""
-    found = [one for one in verdicts(made, hardening=hardening) if one.own]
-    worst = max(
-        found, key=lambda one: (one.status == NOT_PRIVATE, one.status != NOT_MEASURED, one.read), default=None
-    )
+    from hiddenlab.models.load import load_config, resolve_model
+
+    hardening, shape = backend.hardening, Shape.of(load_config(resolve_model(backend.model)))
+    found = [one for one in verdicts(made, (), hardening, shape.value_heads) if one.own]
+    most = {NOT_PRIVATE: 2, NOT_MEASURED: 0}  # to show
+    worst = max(found, key=lambda one: (most.get(one.status, 1), one.read), default=None)
     if worst is None:
         return {"worst": None, "attack": None}
     if hardening != NOT_HARDENED and worst.status == NOT_MEASURED:

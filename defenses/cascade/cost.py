@@ -44,6 +44,11 @@ class Shape:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return cls(config.num_hidden_layers, heads, kv_heads, head_dim, element_bytes)
 
+    @property
+    def value_heads(self) -> tuple[int, int]:
+        """Query heads of a key/value head, and numbers of a value vector."""
+        return self.heads // self.kv_heads, self.head_dim
+
 
 @dataclass(frozen=True)
 class Round:

@@ -15,7 +15,7 @@ from hiddenlab.defenses.cascade.hardening import NOT_HARDENED, SHARE_NODES, Hard
 from hiddenlab.defenses.cascade.hiding import LONGEST, PROMPTS, READING, Reading, reading
 from hiddenlab.defenses.cascade.node_state import attn_name, comp_name
 from hiddenlab.errors import InputError
-from hiddenlab.sharding import AttnNode, Plan, Positions
+from hiddenlab.sharding import AttnNode, Plan, Positions, rows_for_span
 from hiddenlab.text import count_of
 
 NOT_PRIVATE = "NOT PRIVATE"
@@ -33,6 +33,8 @@ GAP_PER_ROW = (
 MOST_ROWS = 8
 LITTLE = 0.05  # share of others' tokens beyond a guess below which a node is said to read its own only
 GAP_AT_ATTN = 3  # missing tokens before a row of keys and values
+# Query heads of a key/value head, and numbers of a value vector, of the built-in model, where no other is known.
+PER_ROW, VALUE_WIDTH = 3, 64
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Evidence:
 EVIDENCE = {
     "partial sums": Evidence(
         "partial-sums", "partial sums at layer 1", 1.0, 50, "hiddenlab eval partial-sums --limit 50"
+    ),
+    "attention outputs": Evidence(
+        "partial-sums", "attention outputs at layer 1", 1.0, 5,
+        "hiddenlab eval partial-sums --limit 5 --set masked=true",
     ),
     "missing tokens": Evidence(
         "missing-tokens", "gaps between rows at layer 1", 0.936, 20,
@@ -120,7 +126,12 @@ class Verdict:
         return {**asdict(self), "sentence": sentence([self])}
 
 
-def verdicts(plan: Plan, client: Collection[int] = (), hardening: Hardening = NOT_HARDENED) -> list[Verdict]:
+def verdicts(
+    plan: Plan,
+    client: Collection[int] = (),
+    hardening: Hardening = NOT_HARDENED,
+    heads: tuple[int, int] = (PER_ROW, VALUE_WIDTH),
+) -> list[Verdict]:
     """Return the verdict on each CompNode, then on each AttnNode.
 
     Each node is judged by itself; nodes that share what they see read more.
@@ -128,14 +139,16 @@ def verdicts(plan: Plan, client: Collection[int] = (), hardening: Hardening = NO
     Args:
         client: CompNodes that the client runs, who knows the prompt.
         hardening: of the plan. What was measured is of nodes that begin with layer 0, and of rows as they are. Masked
-            sums leave a CompNode its own rows to read others' tokens from.
+            sums leave a CompNode its own rows and their attention output to read others' tokens from.
+        heads: query heads of a key/value head, and numbers of a value vector, of the model.
 
     Raises:
         InputError: the plan has no such CompNode.
     """
     if wrong := [i for i in client if not 0 <= i < plan.alpha]:
         raise InputError(f"there is no CompNode {wrong[0]}; the plan has 0 to {plan.alpha - 1}")
-    comps = [_comp(plan, i, i in client, hardening.masked_sums is not None) for i in range(plan.alpha)]
+    masked = None if hardening.masked_sums is None else heads
+    comps = [_comp(plan, i, i in client, masked) for i in range(plan.alpha)]
     attns = [_attn(plan, node) for node in plan.attn_nodes]
     if hardening.first_layer:
         comps = [_unmeasured(one, _gapless(plan.shards[i])) for i, one in enumerate(comps)]
@@ -200,12 +213,17 @@ def _behind_maps(plan: Plan, verdict: Verdict, first_layer: int) -> Verdict:
     return replace(found, status=NOT_PRIVATE, evidence="self scores")
 
 
-def _comp(plan: Plan, node: int, client: bool, masked: bool) -> Verdict:
+def _comp(plan: Plan, node: int, client: bool, masked: tuple[int, int] | None) -> Verdict:
+    """Return the verdict on a CompNode; with masked sums ``masked`` are the model's ``heads``."""
     rows, name = plan.shards[node], comp_name(node)
     if not rows:
         return Verdict(name, NOTHING, 0, 0, 0, plan.tokens)
     missing = rows[-1] + 1 - len(rows)
-    found = {"partial sums": [] if masked else sums_read(plan, node), "missing tokens": gaps_read(rows)}
+    found = {
+        "partial sums": sums_read(plan, node) if masked is None else [],
+        "attention outputs": [] if masked is None else outputs_read(rows, *masked),
+        "missing tokens": gaps_read(rows),
+    }
     best = max(found, key=lambda attack: len(found[attack]))
     others = len(found[best])
     if client:
@@ -255,6 +273,23 @@ def sums_read(plan: Plan, node: int) -> list[int]:
     return sorted(read)
 
 
+def outputs_read(rows: Positions, per_row: int = PER_ROW, width: int = VALUE_WIDTH) -> list[int]:
+    """Return the tokens of other nodes that a CompNode reads from attention outputs of the first layer, as measured.
+
+    Gaps that have more tokens than equations are open until some later rows have enough for all of them.
+
+    Args:
+        rows: of the node. per_row, width: see ``hiddenlab.sharding.rows_for_span``.
+    """
+    read, missing, next_one = list[int](), list[int](), 0
+    for cluster in _clusters(rows):
+        missing += range(next_one, cluster[0])
+        next_one = cluster[-1] + 1
+        if rows_for_span(len(cluster), per_row, next_one - len(missing), len(missing), width):
+            read, missing = read + missing, []
+    return read
+
+
 def gaps_read(rows: Positions) -> list[int]:
     """Return the tokens that a CompNode reads in the gaps of its shard from its states of layer 1, as measured."""
     return _left_to_right(rows, GAP_PER_ROW, MOST_ROWS)
@@ -272,14 +307,19 @@ def _left_to_right(rows: Positions, per_row: int, most_rows: int) -> list[int]:
         per_row: missing tokens of a gap for each row of the cluster behind it. most_rows: of the cluster that count; a
             gap before the node's first row was measured for one row only.
     """
-    starts = [i for i in range(len(rows)) if i == 0 or rows[i] > rows[i - 1] + 1]
-    read: list[int] = []
-    for start, end in pairwise([*starts, len(rows)]):
-        before = rows[start - 1] + 1 if start else 0
-        if rows[start] - before > per_row * (min(end - start, most_rows) if start else 1):
+    read, next_one = list[int](), 0
+    for cluster in _clusters(rows):
+        if cluster[0] - next_one > per_row * (min(len(cluster), most_rows) if next_one else 1):
             break
-        read += range(before, rows[start])
+        read += range(next_one, cluster[0])
+        next_one = cluster[-1] + 1
     return read
+
+
+def _clusters(rows: Positions) -> list[Positions]:
+    """Return the rows that follow each other without a gap."""
+    starts = [i for i in range(len(rows)) if i == 0 or rows[i] > rows[i - 1] + 1]
+    return [rows[start:end] for start, end in pairwise([*starts, len(rows)])]
 
 
 def attack_on(plan: Plan, verdict: Verdict, first_layer: int = 0) -> tuple[str, int, str]:
@@ -293,7 +333,7 @@ def attack_on(plan: Plan, verdict: Verdict, first_layer: int = 0) -> tuple[str, 
         if not verdict.comp:
             layer = 1 if verdict.evidence == "self scores" else 2
             return attack, layer, _keys_and_values(plan, verdict)
-        return attack, 1, "attn" if verdict.evidence == "partial sums" else "resid"
+        return attack, 1, "attn" if attack == "partial-sums" else "resid"
     if verdict.at_most is not None:
         return "shard-reading", first_layer, "resid"
     # Its own tokens: from states, or from whatever an AttnNode is given.

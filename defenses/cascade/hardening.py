@@ -224,16 +224,6 @@ class Hardening:
         return 0 if self.client is None else self.client.first
 
     @property
-    def cautions(self) -> list[str]:
-        """Return what verdicts do not say, since no experiment measures it yet (docs/log/052)."""
-        if self.masked_sums is None or self.client is not None:
-            return []
-        return [
-            "Masked sums alone: in a pilot with up to 4 CompNodes, attention outputs of layer 1 named half to all of "
-            "the missing tokens. Join masked-sums with client."
-        ]
-
-    @property
     def channel(self) -> tuple[str, ...]:
         """What the client does to his embeddings, as specs of defenses."""
         return () if self.noise is None else (f"gaussian:sigma={self.noise.sigma!r}",)

@@ -16,7 +16,7 @@ from hiddenlab.defenses.cascade.nodes import Answer, Partial, Rows
 from hiddenlab.defenses.cascade.passes import Pass
 from hiddenlab.defenses.cascade.secret_maps import LayerMaps
 from hiddenlab.models.checkpoint import LeftOut, decoder_layers
-from hiddenlab.observation import save_observations
+from hiddenlab.observation import parts_of_attention, save_observations
 from hiddenlab.sharding import AttnNode, Message, Positions
 from hiddenlab.truths import save_truth
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress, Site, silent
@@ -123,8 +123,12 @@ def record_partials(
 
 
 def record_merged(seen: Seen, held: Iterable[int], layer: int, output: Float[Tensor, "h rows dv"]) -> None:
-    """Record the attention output, which is all that masked sums show a CompNode."""
-    seen.add("attn", layer + 1, tuple(held), output.float().transpose(0, 1).flatten(1))
+    """Record the attention output, which is all that masked sums show a CompNode.
+
+    At layer 1 it is a part of what attacks read together, see ``joined_answers``.
+    """
+    facts = {} if layer else {"heads": output.shape[0]}
+    seen.add("attn", layer + 1, tuple(held), output.float().transpose(0, 1).flatten(1), **facts)
 
 
 @contextmanager
@@ -170,11 +174,12 @@ def joined_answers(observations: Sequence[Observation]) -> list[Observation]:
     A row holds m, e and u of all heads for each key shard, side by side (m the logsumexp and e 1 where answers were
     compressed). At layer 1 the row's embedding stands before them: this is what attacks read. The facts describe the
     columns: ``heads``, ``shards``, the positions of each key shard, and at layer 1 ``embed``, the embedding's width.
+    Where sums are masked a row of layer 1 holds its embedding and the attention output, and there are no ``shards``.
     """
     own = next((o for o in observations if o.info.site == Site(0, "embed")), None)
     groups: dict[int, list[Observation]] = {}
     for one in observations:
-        if one.info.site.stream == "attn" and "key_shard" in one.info.facts:
+        if parts_of_attention(one.info):
             groups.setdefault(one.info.site.layer, []).append(one)
     joined = []
     for layer, answers in groups.items():
@@ -183,9 +188,11 @@ def joined_answers(observations: Sequence[Observation]) -> list[Observation]:
             "node": answers[0].info.facts["node"],
             "scheme": "cascade",
             "heads": answers[0].info.facts["heads"],
-            "shards": [list(o.info.facts["keys"]) for o in answers],
         }
-        columns = [_with_totals(answer, positions) for answer in answers]
+        columns = [answer.states.float() for answer in answers]
+        if all("keys" in answer.info.facts for answer in answers):
+            facts["shards"] = [list(answer.info.facts["keys"]) for answer in answers]
+            columns = [_with_totals(answer, positions) for answer in answers]
         if layer == 1 and own is not None and own.info.positions == positions:
             columns.insert(0, own.states.float())
             facts["embed"] = own.states.shape[1]
@@ -245,10 +252,9 @@ def save_seen(
 ) -> dict[str, dict[str, Any]]:
     """Write what nodes saw, one file for each node, with an observation for each stream and layer.
 
-    CompNodes have ``embed``, ``resid`` and ``attn`` (see ``joined_answers``; the attention output alone where sums are
-    masked), AttnNodes ``q``, ``k`` and ``v``, and at
-    their first two layers also ``qkv`` or ``kv`` (see ``joined_sent``), what attacks read. ``load_site`` takes one of
-    them from a file.
+    CompNodes have ``embed``, ``resid`` and ``attn`` (see ``joined_answers``; behind layer 1 the attention output alone
+    where sums are masked), AttnNodes ``q``, ``k`` and ``v``, and at their first two layers also ``qkv`` or ``kv`` (see
+    ``joined_sent``), what attacks read. ``load_site`` takes one of them from a file.
 
     Args:
         seen: what nodes saw.
@@ -273,7 +279,7 @@ def save_seen(
             continue
         # Where a node was lost the request ran again, and a node saw two.
         name = record.node if record.node not in written else f"{record.node}, request {record.request}"
-        kept = [o for o in observations if "key_shard" not in o.info.facts]
+        kept = [o for o in observations if not parts_of_attention(o.info)]
         kept += joined_answers(observations) + joined_sent(observations)
         target = folder / file_name(name)
         save_observations(kept, target)

@@ -17,6 +17,7 @@ from hiddenlab.defenses.cascade.cost import (
 from hiddenlab.defenses.cascade.exposure import (
     evidence_lines,
     gaps_read,
+    outputs_read,
     shared_verdicts,
     summary,
     sums_read,
@@ -119,12 +120,12 @@ def plan(
         "seconds": shape.layers * layer_seconds(causal, shape, link, form),
     }
     owner = {position: i for i, shard in enumerate(made.shards) for position in shard}
-    found = verdicts(made, _client_nodes(client), hardening)
+    found = verdicts(made, _client_nodes(client), hardening, shape.value_heads)
     bound = float(cost[f"bytes_{form}"]) if most_bytes is None and most_seconds is None else most_bytes
     shares = mean_shares(made)
     best, compared = best_plan(tokens, shape, link, bound, most_seconds, form)
     return {
-        "summary": [*summary(found), *hardening.cautions],
+        "summary": summary(found),
         "evidence": evidence_lines(found, hardening),
         "verdicts": [one.to_json() for one in found],
         "best": None if best is None else described(best, tokens),
@@ -154,12 +155,15 @@ def plan(
                 "clusters": len(gaps(shard)) + bool(shard),
                 "smallest_gap": smallest_gap(shard),
                 "by_row_matching_alone": recoverable(shard, rho),
-                # Both were measured of nodes that begin with layer 0, the second of sums that are not masked.
+                # Both were measured of nodes that begin with layer 0.
                 "by_missing_tokens": len(shard) + len(gaps_read(shard))
                 if not hardening.first_layer
                 else None,
-                "by_partial_sums": len(shard) + len(sums_read(made, i))
-                if not hardening.first_layer and hardening.masked_sums is None
+                "by_partial_sums": len(shard)
+                + len(
+                    outputs_read(shard, *shape.value_heads) if hardening.masked_sums else sums_read(made, i)
+                )
+                if not hardening.first_layer
                 else None,
             }
             for i, shard in enumerate(made.shards)

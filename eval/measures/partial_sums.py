@@ -20,7 +20,9 @@ from hiddenlab.types import Observation, ObservationInfo, Progress, Site, silent
 STREAMS = ("q", "k", "v")
 
 
-def node_view(streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan, node: int) -> Observation:
+def node_view(
+    streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan, node: int, masked: bool = False
+) -> Observation:
     """Compute what a CompNode holds and receives in the first layer, as an observation.
 
     The rows are those of ``node_views.joined_answers``. They are computed with the AttnNodes' own function on the
@@ -31,6 +33,7 @@ def node_view(streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan,
         tokens: of the prompt.
         plan: of the prompt.
         node: index of the CompNode.
+        masked: whether masked sums leave it the attention output alone.
     """
     held, prompt = list(plan.shards[node]), torch.tensor(tokens)
     q, k, v = (streams[name].encode(prompt) for name in STREAMS)
@@ -40,16 +43,18 @@ def node_view(streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan,
     width = q.shape[1] // heads
     q, k, v = (rows.unflatten(1, (-1, width)).transpose(0, 1) for rows in (q, k, v))
     columns = [streams["embed"].encode(prompt)[held]]
-    for split in plan.splits:
-        keys = list(split)
+    facts: dict[str, Any] = {"heads": heads, "embed": columns[0].shape[1]}
+    splits = [list(split) for split in plan.splits]
+    for keys in [list(range(len(tokens)))] if masked else splits:
         part = attention_pass(q[:, held], k[:, keys], v[:, keys], attention.visible(held, keys), attention)
         assert part.total is not None
-        columns += [part.maximum.T, part.total.T, part.output.transpose(0, 1).flatten(1)]
+        statistics = [] if masked else [part.maximum.T, part.total.T]
+        columns += [*statistics, part.output.transpose(0, 1).flatten(1)]
     lowest = torch.finfo(columns[0].dtype).min  # rows that see no key
     embed = streams["embed"]
     info = ObservationInfo(
         embed.ref.name, embed.signature, Site(1, "attn"), positions=tuple(held),
-        facts={"heads": heads, "shards": [list(split) for split in plan.splits], "embed": columns[0].shape[1]},
+        facts=facts if masked else {**facts, "shards": splits},
     )  # fmt: skip
     return Observation(torch.cat(columns, 1).clamp(min=lowest), info)
 
@@ -65,7 +70,7 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
     Prompts shorter than ``max_tokens`` are left out.
 
     Args:
-        spec: model, prompts, limit, max_tokens, alpha, c, m, node, seed, device.
+        spec: model, prompts, limit, max_tokens, alpha, c, m, node, seed, device; masked, where sums are masked.
 
     Raises:
         InputError: no prompt is long enough, or the node misses no token before its last row.
@@ -84,7 +89,7 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
         raise InputError(f"no prompt of {length} tokens gives CompNode {spec['node']} anything to find")
     rows = []
     for i, tokens in enumerate(prompts):
-        observation = node_view(streams, tokens, plan, spec["node"])
+        observation = node_view(streams, tokens, plan, spec["node"], spec.get("masked", False))
         result = attack.fit(observation.info, truncated, spec["seed"]).recover(observation)
         places = result.positions or range(len(result.tokens))
         right = {

@@ -42,8 +42,9 @@ def hardening(
             noise = 0.0 if hard.noise is None else hard.noise.sigma
             leak = {"nodes": [node], "noise": noise, "first": hard.client.first, "last": hard.client.last}
             cells.append(Cell("node-reading", {**options, "alpha": alpha, "c": c, **leak}, keys))
-        elif hard.shares is None and hard.masked_sums is None:
-            cells.append(sums_cell(replace(setting, limit=options["limit"]), keys, alpha, c, 1, node))
+        elif hard.shares is None:
+            masked = hard.masked_sums is not None
+            cells.append(sums_cell(replace(setting, limit=options["limit"]), keys, alpha, c, 1, node, masked))
     return Experiment(
         "What a hardening of Cascade hides, and what it costs",
         cells,
@@ -55,10 +56,9 @@ def hardening(
         },
         [
             f"{_texts(setting, options)} alpha {alpha}, c {c}; the CompNode in the middle of the plan.",
-            "Attacks: partial-sums on a plan as it is and with secret-maps, whose secret CompNodes have; shard-reading "
-            "with layers of the client, beside its control. The first verifies what it reads, and has no control: "
-            "beyond the control is the share itself. Masked sums alone were not measured; a pilot reads them "
-            "(docs/log/052).",
+            "Attacks: partial-sums on a plan as it is, with secret-maps, whose secret CompNodes have, and on the "
+            "attention output that masked sums leave them; shard-reading with layers of the client, beside its "
+            "control. The first verifies what it reads, and has no control: beyond the control is the share itself.",
             "On shares a node gets random numbers, by construction; nothing is measured, and 0 stands there. "
             "Both nodes together read everything.",
             f"Cost: one prompt, nodes of one process over TCP, {repeats} passes of all hardenings and the plain model "

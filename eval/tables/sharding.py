@@ -144,15 +144,36 @@ def _small_plans(grid: str) -> list[tuple[int, int]]:
     return pairs
 
 
-def partial_sums(setting: Setting) -> Experiment:
-    """Measure how many of other nodes' tokens a CompNode reads from first-layer attention (Theorem 7.3, P.2)."""
-    tokens = shard_tokens(setting)
+def partial_sums(setting: Setting, masked: bool = False) -> Experiment:
+    """Measure how many of other nodes' tokens a CompNode reads from first-layer attention (Theorem 7.3, P.2).
+
+    Args:
+        masked: what masked sums leave a CompNode, the attention output, in place of sums by key shard.
+    """
+    tokens, plans = shard_tokens(setting), ((4, 4, 1), (8, 8, 1), (8, 8, 4), (12, 8, 8))
+    if masked:
+        plans = ((2, 8, 1), (4, 2, 1), (4, 8, 1), (8, 1, 1))
     cells = []
-    for alpha, c, m in ((4, 4, 1), (8, 8, 1), (8, 8, 4), (12, 8, 8)):
+    for alpha, c, m in plans:
         keys = {"alpha": alpha, "c": c, "m": m, "node": f"CompNode {alpha - 1}"}
-        cells.append(sums_cell(setting, keys, alpha, c, m, alpha - 1))
+        cells.append(sums_cell(setting, keys, alpha, c, m, alpha - 1, masked))
+    what, rule = (
+        "m, e and u of the first layer tell",
+        (
+            "The paper argues that finding them is a subset-sum problem, intractable for c of 8 or more (appendix P.2, "
+            "assumption B2); it recommends alpha, c of 8 and m of 4."
+        ),
+    )
+    if masked:
+        what, rule = (
+            "the attention output of the first layer tells",
+            (
+                "Masked sums leave a CompNode this output alone; the paper has no such defense. The attack needs at "
+                "least as many rows behind a gap, times query heads of a key/value head, as the gap has tokens."
+            ),
+        )
     return Experiment(
-        "What m, e and u of the first layer tell a CompNode",
+        f"What {what} a CompNode",
         cells,
         {
             "missing_exact": "prompts read in full up to its last row",
@@ -163,20 +184,25 @@ def partial_sums(setting: Setting) -> Experiment:
             "seconds_per_prompt": "seconds",
         },
         [
-            f"Prompts of {tokens} tokens. Every column is of the tokens that other nodes hold before the node's last "
-            "row; what stands behind that row does not reach it.",
-            "The paper argues that finding them is a subset-sum problem, intractable for c of 8 or more (appendix P.2, "
-            "assumption B2); it recommends alpha, c of 8 and m of 4.",
+            f"{f'Model {setting.model}. ' if masked else ''}Prompts of {tokens} tokens. Every column is of the tokens "
+            "that other nodes hold before the node's last row; what stands behind that row does not reach it.",
+            rule,
             "Rows are what AttnNodes answer, computed with their own function; float32 on the wire.",
         ],
     )
 
 
-def sums_cell(setting: Setting, keys: dict[str, Any], alpha: int, c: int, m: int, node: int) -> Cell:
-    """Make the cell of what a CompNode reads of the others' tokens in m, e and u of the first layer."""
+def sums_cell(
+    setting: Setting, keys: dict[str, Any], alpha: int, c: int, m: int, node: int, masked: bool = False
+) -> Cell:
+    """Make the cell of what a CompNode reads of the others' tokens in m, e and u of the first layer.
+
+    Args:
+        masked: see ``partial_sums``.
+    """
     source = {**setting.source(), "max_tokens": shard_tokens(setting)}
     spec = {**setting.where(), **source, "alpha": alpha, "c": c, "m": m, "node": node}
-    return Cell("partial-sums", spec, keys)
+    return Cell("partial-sums", spec | ({"masked": True} if masked else {}), keys)
 
 
 def shard_tokens(setting: Setting) -> int:

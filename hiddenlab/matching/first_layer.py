@@ -126,6 +126,11 @@ class FirstLayer:
         """Query heads of one key/value head."""
         return self.q.width // self.k.width
 
+    @property
+    def value_width(self) -> int:
+        """Numbers of a value vector of one head."""
+        return self.v.width * self.groups // self.heads
+
     def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "c h d"]:
         """Return value vectors for every query head; query heads of one key/value head share them."""
         return values.unflatten(1, (self.heads // self.groups, -1)).repeat_interleave(self.groups, 1)
