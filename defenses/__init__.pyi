@@ -14,3 +14,5 @@ from .quantize import Int8 as Int8
 from .quantize import Nf4 as Nf4
 from .quantize import ProviderDtype as ProviderDtype
 from .quantize import RoundStates as RoundStates
+from .secret_map import Orthogonal as Orthogonal
+from .secret_map import RowMixing as RowMixing

@@ -46,6 +46,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             # docs/log/012-prompts-from-fingerprints.md: a third less at layer 6 since then.
             "table-2": Effort("about an hour"),
             "order": PLAIN,
+            "invariants": PLAIN,
         },
         "What do noise and quantization hide, and what do they cost?": {
             "table-13": PLAIN,

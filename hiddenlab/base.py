@@ -5,10 +5,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
-from hiddenlab.errors import InputError
+from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import check_info, check_observation
 from hiddenlab.scoring import pieces_of
+from hiddenlab.secret_maps import is_mapped
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, silent
 
 Fitted = TypeVar("Fitted", bound="Attack")
@@ -30,6 +31,7 @@ class Attack:
             are attacked several times and compared, or by several processes: none may profit from another.
         any_width: the attack reads rows of any width and checks them itself: fingerprints, parts of states. Others get
             rows as wide as the model's states alone.
+        secret_maps: the attack reads rows behind a secret linear map; others would take them for states.
         parts: names of the parts that an option ``without`` can leave out, to measure what each brings.
         use_when: what follows "Use it when" in ``hiddenlab list attacks``, without a full stop at the end.
         measured: what preparation measured, by name (seconds of training, epsilon, weights); part of a run's record.
@@ -37,6 +39,7 @@ class Attack:
 
     batch: int = 1
     any_width: bool = False
+    secret_maps: bool = False
     parts: tuple[str, ...] = ()
     use_when: str = ""
     progress: Progress = staticmethod(silent)
@@ -61,6 +64,10 @@ class Attack:
             NotApplicableError: no observation with these facts can be attacked.
         """
         check_info(info, model)
+        if is_mapped(info) and not self.secret_maps:
+            raise NotApplicableError(
+                f"{type(self).__name__} does not read rows behind a secret linear map; vocab-match does"
+            )
         if model is not self._model or seed != self.seed:
             self._forget()
         self._model, self.seed = model, seed

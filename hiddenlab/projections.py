@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.types import ObservationInfo
+from hiddenlab.utils.random import orthonormal
 
 FACT = "projection"
 GAUSSIAN, ORTHOGONAL = "gaussian", "orthogonal"
@@ -62,9 +63,7 @@ def _directions(width: int, count: int, seed: int, kind: str, device: torch.devi
         return (drawn / width**0.5).to(device)
     if count > width:
         raise InputError(f"{count} orthogonal directions do not exist in {width} dimensions")
-    basis, upper = torch.linalg.qr(drawn)
-    # Signs from the triangle's diagonal make the basis evenly distributed, and the same for every library.
-    return (basis * upper.diagonal().sign()).to(device)
+    return orthonormal(drawn).to(device)
 
 
 def projection_of(info: ObservationInfo) -> Projection | None:

@@ -92,6 +92,16 @@ class Endless(Attack):
             time.sleep(0.001)
 
 
+class Slowed(Unsure):
+    """Reads plain rows, and searches without an end behind a defense."""
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        while not bool(observation.states.any()):
+            self.progress("searching", 0, 0)
+            time.sleep(0.001)
+        return super()._recover(observation)
+
+
 class Zeros(Stage):
     spec = "zeros"
 
@@ -103,7 +113,14 @@ class Zeros(Stage):
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in registry._SESSION:
         monkeypatch.setitem(registry._SESSION, kind, {})  # a test's names end with it
-    made = {"knowing": Knowing, "unsure": Unsure, "failing": Failing, "never": Never, "endless": Endless}
+    made: dict[str, Any] = {
+        "knowing": Knowing,
+        "unsure": Unsure,
+        "failing": Failing,
+        "never": Never,
+        "endless": Endless,
+    }
+    made["slowed"] = Slowed
     for name, attack in made.items():
         registry.register("attacks", name, attack)
     registry.register("defenses", "zeros", Zeros)
@@ -151,6 +168,7 @@ def test_no_token_of_few_prompts_is_not_certain() -> None:
         (0.0, 0.04, {}, INCONCLUSIVE),
         (0.0, 0.04, {"able": ["a"], "crashed": ["b"]}, INCONCLUSIVE),
         (0.0, 0.04, {"able": ["a"], "short": ["b"]}, INCONCLUSIVE),
+        (0.06, 0.2, {"short": ["b"], "crashed": ["c"]}, LEAKS),
         (0.0, 0.2, {"able": ["a"]}, INCONCLUSIVE),
     ],
 )
@@ -219,7 +237,7 @@ def ask(path: str, prompts: str, *defense: str, **options: Any) -> dict[str, Any
     from hiddenlab.config import AttackConfig
 
     config = AttackConfig(model=path, prompts=prompts, layer=1, max_tokens=1, defense=defense, **options)
-    return assess(config, minutes=1)
+    return assess(config, minutes=0.2)
 
 
 def test_identity_is_broken_and_zeros_are_not(
@@ -235,6 +253,19 @@ def test_identity_is_broken_and_zeros_are_not(
     assert shut["status"] in (HELD, INCONCLUSIVE) and shut["exact"]["value"] < 0.1
     assert shut["undefended"][0]["leak"]["low"] > 0.5  # the attack reads these prompts without the defense
     assert shut["utility"]["reason"].startswith("not measured") and "two tokens" in open_["utility"]["reason"]
+
+
+def test_a_defense_behind_which_attacks_take_longer_does_not_hold(
+    tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads plain rows in time, and runs out of it behind the defense, might have read these a minute later."""
+    made = [Step("slowed", ""), Step("unsure", "")]
+    monkeypatch.setattr(command, "ATTACKS", made)
+    found = ask(tiny("llama", tokenizer=True), prompts, "zeros")
+    assert found["status"] == INCONCLUSIVE and "slowed ran out of time" in found["sentence"]
+    assert found["undefended"][0]["leak"]["low"] > 0.5
+    monkeypatch.setattr(command, "ATTACKS", [replace(made[0], endless=True), made[1]])
+    assert "out of time" not in ask(tiny("llama", tokenizer=True), prompts, "zeros")["sentence"]
 
 
 def test_a_defense_that_makes_attacks_fail_does_not_hold(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from hiddenlab.attacks.vocab_match.behind_map import behind_map
 from hiddenlab.attacks.vocab_match.calibration import CANDIDATES, calibrate
 from hiddenlab.attacks.vocab_match.printed import as_printed
 from hiddenlab.attacks.vocab_match.search import speculative
@@ -19,6 +20,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.batching import Search, run_batched
 from hiddenlab.matching.distance import Matcher, choose_matcher
 from hiddenlab.matching.epsilon import Threshold, kept_threshold, parse_epsilon, threshold_for
+from hiddenlab.matching.explained import explained_by
 from hiddenlab.matching.observed_context import StateReader
 from hiddenlab.matching.ranking import SHORTLIST, WIDE_SHORTLIST, LazyModel, Proposer, check_proposal
 from hiddenlab.matching.screening import Screen
@@ -27,11 +29,13 @@ from hiddenlab.models.load import load_config
 from hiddenlab.models.rest import continues
 from hiddenlab.observation import parts_of_attention
 from hiddenlab.projections import projection_of
+from hiddenlab.proposals.expected_states import ExpectedStates
 from hiddenlab.proposals.first_token_table import FirstTokenTable
 from hiddenlab.proposals.in_context import Adapter
 from hiddenlab.proposals.probe import Probe
 from hiddenlab.proposals.regressions import (
     collect_layers,
+    expected_states_for,
     keep_known_rows,
     known_rows_for,
     regression_for,
@@ -39,6 +43,7 @@ from hiddenlab.proposals.regressions import (
 )
 from hiddenlab.proposals.ridge import FEWEST_ROWS, KnownRows
 from hiddenlab.proposals.store import adapter_for, first_token_table_for, has_trained_probe, probe_for
+from hiddenlab.secret_maps import is_mapped
 from hiddenlab.summary import NO_STATE
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 from hiddenlab.utils.clock import Clock, Rental
@@ -60,7 +65,11 @@ PRESETS = {"paper": {"search": "greedy", "proposal": "lm", "distance": "auto", "
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that matching needs for one channel at one site: matcher, order of candidates, threshold, screen."""
+    """Everything that matching needs for one channel at one site: matcher, order of candidates, threshold, screen.
+
+    Attributes:
+        expected: the state of every token, where rows are behind a secret map.
+    """
 
     info: ObservationInfo
     model: TruncatedModel
@@ -68,12 +77,13 @@ class Prepared:
     proposer: Proposer
     threshold: Threshold
     screen: Screen | None
+    expected: ExpectedStates | None = None
 
 
 class VocabMatch(Attack):
     """Recover tokens by running candidates through the open weights and matching their states.
 
-    Knows: the model's weights, the released states, the channel. Does not know: tokens, permutations, noise.
+    Knows: the model's weights, the released states, the channel. Does not know: tokens, permutations, maps, noise.
 
     Args:
         preset: ``paper``: Algorithms 1, 4, 5 and 6 as printed. It sets ``search=greedy``, ``proposal=lm``,
@@ -98,6 +108,7 @@ class VocabMatch(Attack):
             table of states of first tokens.
     """
 
+    secret_maps = True
     use_when = "you have the state of every token, in order or shuffled, and the weights of the model"
     parts = ("screening", "failures", "reading", "opener", "first-tokens")
 
@@ -189,18 +200,28 @@ class VocabMatch(Attack):
         kept = self._prepared
         if kept is None or (kept.info, kept.model) != (info, model):
             self._known = None
-            matcher = choose_matcher(self.distance, info)
+            matcher, expected = choose_matcher(self.distance, info), None
+            if matcher.invariant is not None:
+                if self._printed or self.epsilon == "calibrated":
+                    raise NotApplicableError("the paper's search compares rows; a secret map hides them")
+                expected, seconds = expected_states_for(model, info, self.progress)
             # The language model is loaded first, while memory is free: its file is in memory as well.
-            proposer, seconds = self._proposer(model, info)
+            proposer, made = self._proposer(model, info)
+            seconds += made
             threshold = self._threshold(model, info, matcher, proposer)
             screen = self._screened(model, info) if threshold.separable else None
-            kept = Prepared(info, model, matcher, proposer, threshold, screen)
+            kept = Prepared(info, model, matcher, proposer, threshold, screen, expected)
             self._prepared = kept
         return kept, seconds
 
     def expect(self, info: ObservationInfo, models: Sequence[TruncatedModel]) -> None:
         """Collect the states that regressions of several layers start from, from the same passes."""
-        regressed = self._begins_at_once and info.columns_permuted is None and info.site.stream == "resid"
+        regressed = (
+            self._begins_at_once
+            and not is_mapped(info)
+            and info.columns_permuted is None
+            and info.site.stream == "resid"
+        )
         if regressed and not parts_of_attention(info):
             collect_layers(models, as_whole(info), self.progress)
 
@@ -213,7 +234,7 @@ class VocabMatch(Attack):
         return self.setup == "quick" and "probe" in self.proposal
 
     def _screened(self, model: TruncatedModel, info: ObservationInfo) -> Screen | None:
-        if self._printed or "screening" in self.without or not Screen.pays(model):
+        if self._printed or is_mapped(info) or "screening" in self.without or not Screen.pays(model):
             return None
         if self._screen is None or self._screen.of is not model:
             self._screen = Screen(model)
@@ -232,13 +253,14 @@ class VocabMatch(Attack):
         if "lm" in self.proposal and not reads:
             opener = not self._printed and "opener" not in self.without
             if self._lm is None or self._lm[0] is not model:
-                self._lm = (model, LazyModel(model, self._clock, patient=quick, opener=opener))
+                patient = quick and not is_mapped(info)
+                self._lm = (model, LazyModel(model, self._clock, patient=patient, opener=opener))
             lm = self._lm[1]
             if "probe" not in self.proposal or (not quick and lm.layers <= LOAD_AHEAD * model.site.layer):
                 # Load it now, so that loading does not count in the attack's time, and before the probe: its
                 # file is in memory as well.
                 _ = lm.opened
-        if "probe" in self.proposal:
+        if "probe" in self.proposal and not is_mapped(info):
             probe, trained = self._probe(model, info, quick)
             made = 0.0
             if not self._printed and "first-tokens" not in self.without:
@@ -279,7 +301,7 @@ class VocabMatch(Attack):
         """Return whether rows are whole states in a known order, which the layers behind them can read."""
         known = info.columns_permuted is None and not info.rows_permuted and not info.prefix_tokens
         asked = self.search == "speculative" and self.proposal == "probe+lm" and "reading" not in self.without
-        return asked and known and projection_of(info) is None
+        return asked and known and projection_of(info) is None and not is_mapped(info)
 
     def _regression(self, info: ObservationInfo) -> Probe:
         """Return the regression of the known rows."""
@@ -394,7 +416,8 @@ class VocabMatch(Attack):
         started, threshold, aside = self._clock.now(), self._prepared.threshold, self._clock.preparing
         with torch.inference_mode():
             tasks = self._tasks(observations, model)
-            searches: list[Search] = [SEARCHES[self.search](task) for task in tasks]
+            search = SEARCHES[self.search] if self._prepared.expected is None else behind_map
+            searches: list[Search] = [search(task) for task in tasks]
             spent = self._clock.now() - started
             results = run_batched(searches, self.progress, share=spent, now=self._clock.now)
             self._learn(tasks, [cost.evaluated for _, cost in results])
@@ -423,6 +446,7 @@ class VocabMatch(Attack):
         assert self._prepared is not None
         info, matcher = self._prepared.info, self._prepared.matcher
         proposer, threshold = self._prepared.proposer, self._prepared.threshold
+        expected = self._prepared.expected
         states = [o.states.to(model.device).float() for o in observations]
         scores = ids = [None] * len(states)
         if proposer.probe is not None and self.search == "speculative":
@@ -432,21 +456,23 @@ class VocabMatch(Attack):
             scores, ids = top.split(counts), tokens.split(counts)  # type: ignore[assignment]
         tasks = []
         for raw, score, shortlist in zip(states, scores, ids, strict=True):
-            rows = matcher.prepare(raw)
+            bound = matcher.bound(raw)
+            rows = bound.prepare(raw)
             tasks.append(
                 Task(
                     model,
-                    matcher,
+                    bound,
                     proposer,
                     raw,
                     rows,
                     threshold.limits(matcher, rows),
                     model.prefix(offset=info.prefix_tokens),
-                    not info.rows_permuted,
+                    not info.rows_permuted or expected is not None,
                     self.budget,
                     shortlist,
                     score,
                     overlapping=not (threshold.separable or threshold.absolute),
+                    explained=explained_by(bound.frame, expected),
                     screen=self._prepared.screen,
                 )
             )
@@ -455,7 +481,7 @@ class VocabMatch(Attack):
     def __repr__(self) -> str:
         return (
             f"VocabMatch({self.search}, {self.proposal}; knows the weights, the released states and the channel, "
-            "not tokens, permutations or noise)"
+            "not tokens, permutations, maps or noise)"
         )
 
 

@@ -74,14 +74,14 @@ def _search_position(task: Task, order: Int[Tensor, " v"]) -> Search:
             nearest = distance, token, target
         if hit is not None:
             tried += place + 1  # what stands behind it in the batch is no candidate of the algorithm
-            task.prefix.keep(answer, branch=place)
+            task.keep(answer, branch=place)
             break
         tried += len(batch)
     else:
         assert nearest is not None
         chain = torch.tensor([nearest[1]], device=order.device)
         answer = yield ForwardCall(task.model, Request(task.prefix, chain))
-        task.prefix.keep(answer, tokens=1)
+        task.keep(answer, tokens=1)
         task.exhausted = True
     distance, token, target = nearest
     # Where another candidate is nearer than the one that was taken, the margin is negative.

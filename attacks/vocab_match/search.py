@@ -152,7 +152,7 @@ class _Guess:
         miss = start + run
         self._refuted = None
         if miss == end:
-            task.prefix.keep(answer, tokens=run)
+            task.keep(answer, tokens=run)
             return
         here = (parents == run).nonzero()[:, 0]
         tokens = torch.cat([self.best[miss : miss + 1], branches[here]])
@@ -161,12 +161,12 @@ class _Guess:
         trials.add(tokens, nearest[:, None])
         best, matched = trials.best([miss], self.limits)
         if matched:
-            task.prefix.keep(
+            task.keep(
                 answer, tokens=run, branch=int(here[int((branches[here] == best.token).nonzero()[0, 0])])
             )
             task.accept(best)
         else:
-            task.prefix.keep(answer, tokens=run)
+            task.keep(answer, tokens=run)
             self._refuted = (miss, tokens, nearest)
         self._mend(chain, beside, start, end, miss, branches, parents)
 

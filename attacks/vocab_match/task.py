@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hiddenlab.matching.batching import ForwardCall, Search
 from hiddenlab.matching.distance import Matcher
+from hiddenlab.matching.explained import Explained
 from hiddenlab.matching.observed_context import ObservedContext
 from hiddenlab.matching.ranking import LanguageModel, Proposer
 from hiddenlab.matching.screening import Screen, near_ones
@@ -44,6 +45,7 @@ class Task:
         spent, asked: candidates searched so far, and the cost of asking the language model, in candidates.
         overlapping: right and wrong distances overlapped when the limits were measured, so that a right candidate may
             lie outside of them.
+        explained: how likely each token makes a row behind a secret map; in place of the probe.
         screen: runs large batches first, where that is faster; None runs every candidate in the truncated model alone.
         exhausted: vocabulary or budget were used up at some position. foreign: no row looks like a state of this site.
     """
@@ -52,7 +54,7 @@ class Task:
     matcher: Matcher
     proposer: Proposer
     raw: Float[Tensor, "rows d"]
-    rows: Float[Tensor, "rows d"]
+    rows: Float[Tensor, "rows e"]
     limits: Float[Tensor, " rows"]
     prefix: Prefix
     ordered: bool
@@ -66,6 +68,7 @@ class Task:
     exhausted: bool = False
     foreign: bool = False
     overlapping: bool = False
+    explained: Explained | None = None
     screen: Screen | None = None
     shadow: Prefix | None = None
     _table: Float[Tensor, "rows v"] | None = None
@@ -95,6 +98,9 @@ class Task:
 
         Where rows are out of order, every position asks for all that are still free.
         """
+        if self.explained is not None:
+            assert self.matcher.frame is not None
+            return self.explained.scores(self.matcher.frame)
         probe = self.proposer.probe
         if probe is None:
             return None
@@ -103,6 +109,12 @@ class Task:
         if self._table is None:
             self._table = probe.log_probs(self.raw)
         return self._table[targets].amax(0)
+
+    def keep(self, answer: Answer, *, tokens: int = 0, branch: int | None = None) -> None:
+        """Append the first tokens of an answered request, and then one of its branches, to what is known."""
+        self.prefix.keep(answer, tokens=tokens, branch=branch)
+        kept = answer.branches[:0] if branch is None else answer.branches[branch : branch + 1]
+        self.matcher = self.matcher.behind(torch.cat([answer.states[:tokens], kept]))
 
     def accept(self, prediction: TokenPrediction) -> None:
         self.found.append(prediction)
@@ -236,12 +248,20 @@ class Candidates:
                 yield self.first
             elif task.shortlist is not None:
                 yield _merged_shortlist(task, self.targets)
-        yield self._likely().argsort(descending=True, stable=True)
+        order = self._likely().argsort(descending=True, stable=True)
+        if task.explained is not None and task.explained.in_turn and self._next_token is not None:
+            alone = task.of_rows(self.targets)
+            assert alone is not None
+            both = torch.stack([order, alone.argsort(descending=True, stable=True).to(order.device)], 1)
+            order = first_of_each(both.flatten(), len(order))
+        yield order
 
     def _likely(self) -> Float[Tensor, " v"]:
         """Return the scores of the vocabulary, computed when first needed."""
         if self._scores is None:
             weights = None if self.task.lm is None else self.task.lm.weights
+            if self.task.explained is not None:
+                weights = self.task.explained.weight, 1.0
             scores = self.task.proposer.scores(self.task.of_rows(self.targets), self._next_token, weights)
             self._scores = scores.to(self._seen.device)
         return self._scores
@@ -297,14 +317,19 @@ def find_next(task: Task, trials: Trials | None = None, first: Tensor | None = N
     targets = list(task.targets())
     trials = trials or Trials(task.limits[targets])
     candidates = Candidates(task, trials, targets, first)
+    sure = task.explained is not None and task.explained.sure(task.matcher.frame)
+    if sure:  # one candidate is enough, and the language model can wait
+        candidates.size = 1
     observed = task.rows[targets]
     asked = task.lm is None
     states: list[Tensor] = []
     adapt_at, copied = list(ADAPT_AT), False
+    ordered = task.shortlist is not None or sure
     while not (task.overlapping and trials.stands_out()):
         if not asked and task.lm is not None:
             cost = task.lm.cost(task.tokens, max(1, task.model.site.layer))
-            due = task.shortlist is None or task.spent + FIRST_BATCH > task.asked + cost
+            due = not ordered or task.spent + FIRST_BATCH > task.asked + cost
+            due = due and not (sure and trials.count == 0)
             if due and task.lm.wanted(float(candidates.size)):
                 asked = True
                 task.asked += cost
@@ -337,7 +362,7 @@ def _run(
     task: Task,
     trials: Trials,
     batch: Int[Tensor, " c"],
-    observed: Float[Tensor, "targets d"],
+    observed: Float[Tensor, "targets e"],
     states: list[Tensor],
 ) -> Search:
     """Run candidates, note their distances and append their states; return the model's answer for those it ran.
@@ -369,7 +394,7 @@ def _commit(task: Task, trials: Trials, targets: list[int], answer: Answer) -> b
     best, matched = trials.best(targets, task.limits)
     if matched:
         assert answer.request.branches is not None
-        task.prefix.keep(answer, branch=int((answer.request.branches == best.token).nonzero()[0, 0]))
+        task.keep(answer, branch=int((answer.request.branches == best.token).nonzero()[0, 0]))
         task.accept(best)
     return matched
 
@@ -419,5 +444,5 @@ def _settle(task: Task, trials: Trials, targets: list[int]) -> Search:
         if kept is None or total < kept[0]:
             kept = total, contender, answer
     assert kept is not None
-    task.prefix.keep(kept[2], tokens=1)
+    task.keep(kept[2], tokens=1)
     task.accept(kept[1])

@@ -399,18 +399,17 @@ def _watched(cascade: "Cascade", backend: Backend, made: Plan, progress: Progres
 
 def _worst(made: Plan, folder: Path, backend: Backend) -> dict[str, Any]:
     """Return the verdict on the node that reads most, and the command that attacks what it saw."""
+    from hiddenlab.defenses.cascade.node_views import file_name
     from hiddenlab.models.load import load_config, resolve_model
 
     hardening, shape = backend.hardening, Shape.of(load_config(resolve_model(backend.model)))
-    found = [one for one in verdicts(made, (), hardening, shape.value_heads) if one.own]
-    most = {NOT_PRIVATE: 2, NOT_MEASURED: 0}  # to show
-    worst = max(found, key=lambda one: (most.get(one.status, 1), one.read), default=None)
+    found = (one for one in verdicts(made, (), hardening, shape.value_heads) if one.own)
+    ranks = {NOT_PRIVATE: 2, NOT_MEASURED: 0}
+    worst = max(found, key=lambda one: (ranks.get(one.status, 1), one.read), default=None)
     if worst is None:
         return {"worst": None, "attack": None}
     if hardening != NOT_HARDENED and worst.status == NOT_MEASURED:
         return {"worst": worst.to_json(), "attack": None}
-    from hiddenlab.defenses.cascade.node_views import file_name
-
     attack, layer, stream = attack_on(made, worst, hardening.first_layer)
     return {
         "worst": worst.to_json(),

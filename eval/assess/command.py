@@ -18,6 +18,7 @@ from hiddenlab.eval.assess.ensemble import (
     CRASHED,
     NOT_APPLICABLE,
     OUT_OF_TIME,
+    RAN,
     Attempt,
     Step,
     attack_all,
@@ -116,17 +117,15 @@ def assess(config: AttackConfig, minutes: float = 10.0, progress: Progress = sil
     read = sum(_holds(reading.result, one.secret) for reading, one in zip(extra, texts, strict=True))
     exact = [bool(reading.score and reading.score.exact) for reading in own]
     crashed = [attempt.attack for attempt in attempts if attempt.status == CRASHED]
-    found = Evidence(leak, sum(exact), (read, len(texts)), crashed=crashed)
+    endless = {step.attack for step in ATTACKS if step.endless}
+    late = [one.attack for one in attempts if one.status == OUT_OF_TIME and one.attack not in endless]
+    found = Evidence(leak, sum(exact), (read, len(texts)), short=late, crashed=crashed)
     undefended: list[dict[str, Any]] = []
     if status_of(found) == INCONCLUSIVE:  # whether it held depends on what the attacks can do at all
         undefended = _undefended(job, cases[: len(job.cases)], guessed, attempts, progress)
-        able = [one["attack"] for one in undefended if one["leak"]["low"] >= HALF]
-        late = [
-            attempt.attack
-            for attempt in attempts
-            if attempt.status == OUT_OF_TIME and attempt.attack not in able
-        ]
-        found = replace(found, able=able, short=late)
+        ended = {attempt.attack for attempt in attempts if attempt.status == RAN}
+        able = [one["attack"] for one in undefended if one["leak"]["low"] >= HALF and one["attack"] in ended]
+        found = replace(found, able=able)
     best = _best(own)
     return {
         "format": FORMAT,

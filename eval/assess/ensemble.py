@@ -18,15 +18,18 @@ class Step:
 
     Attributes:
         attack: its spec. reads: what it reads that those before it do not. weight: of its share of the time. missing:
-            it is for observations of some rows alone.
+            it is for observations of some rows alone. endless: it may go on for as long as there is time, so that
+            running out of it says nothing.
     """
 
     attack: str
     reads: str
     weight: float = 1.0
     missing: bool = False
+    endless: bool = False
 
 
+TOGETHER = 5  # prompts that an attack gets at once; running out of time costs what it read of these
 # In the order of their cost.
 ATTACKS = (
     Step(
@@ -40,7 +43,7 @@ ATTACKS = (
     Step("missing-tokens", "tokens between shown rows", missing=True),
     Step("shard-reading", "anything linear: regressions on what the attacker releases himself"),
     Step("beam-decoding", "noise, rounding, shuffled rows", weight=4),
-    Step("vocab-match", "the whole vocabulary", weight=2),
+    Step("vocab-match", "the whole vocabulary", weight=2, endless=True),
 )
 RAN, DONE_BEFORE, OUT_OF_TIME, CRASHED, NOT_APPLICABLE = (
     "ran", "nothing left to read", "out of time", "crashed", "not applicable"
@@ -134,7 +137,7 @@ def _run(
         attack.progress, attack.learns = tell, False
         tell("begins", 0, len(prompts))
         attack.fit(prompts[0][1].info, model, seed)
-        size = max(1, attack.batch)
+        size = min(attack.batch, TOGETHER)
         for start in range(0, len(prompts), size):
             tell("prompts", start, len(prompts))
             group = prompts[start : start + size]

@@ -50,8 +50,8 @@ class Evidence:
 
     Attributes:
         leak: see ``leak_of``. exact: prompts that came back whole. secrets: planted ones that were read, and all.
-        able: names of attacks that ran behind the defense and read the same prompts without it, in the same time.
-        short: names of attacks that ran out of time behind the defense, and without it as well.
+        able: names of attacks that ended behind the defense and read the same prompts without it, in the same time.
+        short: names of attacks that ran out of time behind the defense; what they would have read is not known.
         crashed: names of attacks that failed with an error behind the defense.
     """
 
@@ -100,10 +100,10 @@ def _why(found: Evidence) -> str:
         return (
             f"{', '.join(found.crashed)} failed with an error, so that nothing follows from what was not read"
         )
-    if not found.able:
-        return "no attack that reads these prompts without the defense could run behind it in this time"
     if found.short:
-        return f"{', '.join(found.short)} had too little time even for rows without a defense: give more --minutes"
+        return f"{', '.join(found.short)} ran out of time before that: give more --minutes, or fewer prompts (--limit)"
+    if not found.able:
+        return "no attack that reads these prompts without the defense could run behind it"
     return f"the interval reaches above {_percent(LITTLE)}: give more prompts (--limit, --prompts)"
 
 

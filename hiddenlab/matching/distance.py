@@ -1,13 +1,15 @@
-"""Measure distances between candidate states and observed rows, on plain or sorted coordinates."""
+"""Measure distances between candidate states and observed rows: on plain or sorted coordinates, or by invariants."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.errors import InputError
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.matching.invariants import FRAMES, Frame
 from hiddenlab.projections import Projection, projection_of
+from hiddenlab.secret_maps import Invariant, invariant_of
 from hiddenlab.types import ObservationInfo
 
 DISTANCES = ("l1", "l2", "sorted-l1", "sorted-l2")
@@ -20,24 +22,59 @@ class Matcher:
     Attributes:
         norm: 1 or 2. sorted: sort coordinates first, so that a permutation of them does not matter.
         projection: maps a state to what the rows show of it, where that is not the state itself.
+        invariant: what is compared of rows behind a secret map, where there is one. Such a matcher compares candidates
+            only within a frame, of one observation behind the tokens found.
     """
 
     norm: int
     sorted: bool
     projection: Projection | None = None
+    invariant: Invariant | None = None
+    frame: Frame | None = None
 
     @property
     def name(self) -> str:
-        return f"{'sorted-' if self.sorted else ''}l{self.norm}"
+        return self.invariant or f"{'sorted-' if self.sorted else ''}l{self.norm}"
 
-    def prepare(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows d"]:
+    def bound(self, rows: Float[Tensor, "rows d"]) -> "Matcher":
+        """Return the matcher of one observation's next row, of whose tokens none is known."""
+        return self if self.invariant is None else replace(self, frame=FRAMES[self.invariant].of(rows))
+
+    def behind(self, states: Float[Tensor, "t d"]) -> "Matcher":
+        """Return the matcher of the row behind some more tokens, whose states are known."""
+        frame = self.frame
+        for state in states if frame is not None else ():
+            assert frame is not None
+            frame = frame.behind(state)
+        return self if frame is self.frame else replace(self, frame=frame)
+
+    def prepare(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows k"]:
         """Return observed rows in the form that is compared: float32, sorted where the matcher sorts."""
+        if self.invariant is not None:
+            frame = self.bound(rows).frame if self.frame is None else self.frame
+            assert frame is not None
+            return frame.shown
         rows = rows.float()
         return rows.sort(dim=1).values if self.sorted else rows
 
     def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c k"]:
         """Return candidates' states in the form that is compared: as they would have been observed."""
+        if self.frame is not None:
+            return self.frame.view(states)
         return self.prepare(states if self.projection is None else self.projection(states))
+
+    def along(
+        self, chain: Float[Tensor, "n d"], beside: Float[Tensor, "n c d"]
+    ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n c k"]]:
+        """Return the states of a whole prompt, and alternatives for each of them, in the form that is compared."""
+        if self.frame is None:
+            return self.view(chain), self.view(beside.flatten(0, 1)).unflatten(0, beside.shape[:2])
+        matcher, views = self, []
+        for state, others in zip(chain, beside, strict=True):
+            views.append(matcher.view(torch.cat([state[None], others])))
+            matcher = matcher.behind(state[None])
+        seen = torch.stack(views)
+        return seen[:, 0], seen[:, 1:]
 
     def pairs(
         self, *, candidates: Float[Tensor, "c d"], observed: Float[Tensor, "c d"]
@@ -64,10 +101,19 @@ class Matcher:
 def choose_matcher(distance: str, info: ObservationInfo) -> Matcher:
     """Return the matcher of a name; ``auto`` is L1, sorted where the channel permuted the coordinates.
 
+    Behind a secret map it is L2 of what the map leaves.
+
     Raises:
         InputError: the name is unknown.
-        NotApplicableError: the channel's stages cannot be combined.
+        NotApplicableError: the channel's stages cannot be combined, or a secret map leaves nothing by that name.
     """
+    if (invariant := invariant_of(info)) is not None:
+        if distance != "auto":
+            raise NotApplicableError(
+                f"rows behind a secret map are compared by what it leaves ({invariant}), not by {distance}; "
+                "give --distance auto"
+            )
+        return Matcher(2, False, invariant=invariant)
     projection = projection_of(info)
     if distance == "auto":
         return Matcher(1, info.columns_permuted is not None, projection)

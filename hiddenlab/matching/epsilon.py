@@ -30,6 +30,7 @@ NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
 WINDOWS, WINDOWS_PER_PASS = 50, 8
 # A few windows are enough where the nearest wrong candidate is so many times as far as the farthest right one.
 FEW_WINDOWS, CLEAR = 12, 100.0
+ROOM = 16.0  # for candidates by an invariant, in largest distances of right ones
 ENOUGH_FALSE = 10  # wrong candidates within the threshold needed to measure their share directly
 ENOUGH_SINKS = 16  # rows needed to measure a threshold for attention sinks
 
@@ -134,10 +135,10 @@ def threshold_for(
 
     def measured() -> Threshold:
         resolution = max(torch.finfo(model.dtype).eps, torch.finfo(parse_dtype(info.provider_dtype)).eps)
-        few = auto_threshold(measure(model, info, matcher, seed, few=True), resolution)
+        few = _auto(measure(model, info, matcher, seed, few=True), resolution, matcher)
         if max(few.floor, resolution) * CLEAR < few.gap:
             return few
-        return auto_threshold(measure(model, info, matcher, seed), resolution)
+        return _auto(measure(model, info, matcher, seed), resolution, matcher)
 
     return kept_threshold(model, info, matcher, measured, {"epsilon": epsilon, "seed": seed})
 
@@ -194,7 +195,8 @@ def measure(
     for window, (observation, truth) in zip(windows, released, strict=True):
         window = window.to(model.device)
         states = in_order(observation, truth).to(model.device)
-        observed.append(matcher.prepare(states))
+        bound = matcher.bound(states)
+        observed.append((bound, bound.prepare(states)))
         near = near_tokens(window, embedding, lengths, NEAR_TOKENS)
         parents = torch.arange(len(window), device=model.device).repeat_interleave(NEAR_TOKENS)
         prefix = model.prefix(offset=info.prefix_tokens)
@@ -202,11 +204,16 @@ def measure(
     right, wrong, units = [], [], []
     for start in range(0, len(requests), WINDOWS_PER_PASS):
         part = model.run(requests[start : start + WINDOWS_PER_PASS], keep=False)
-        for answer, rows in zip(part, observed[start:], strict=False):
+        for answer, (bound, rows) in zip(part, observed[start:], strict=False):
+            beside = answer.branches.unflatten(0, (len(rows), NEAR_TOKENS))
+            along, others = bound.along(answer.states, beside)
+            # By its invariant a first row is compared with all tokens, and the nearest is taken, whatever its distance.
+            later = slice(0 if matcher.invariant is None else 1, None)
+            rows, along, others = rows[later], along[later], others[later]
             norms = matcher.norms(rows)
-            right.append(matcher.pairs(candidates=matcher.view(answer.states), observed=rows) / norms)
+            right.append(matcher.pairs(candidates=along, observed=rows) / norms)
             wide = rows.repeat_interleave(NEAR_TOKENS, dim=0)
-            distances = matcher.pairs(candidates=matcher.view(answer.branches), observed=wide)
+            distances = matcher.pairs(candidates=others.flatten(0, 1), observed=wide)
             wrong.append(distances.view(-1, NEAR_TOKENS) / norms[:, None])
             units.append(norms)
     return Sample(torch.cat(right), torch.cat(wrong), torch.cat(units))
@@ -234,6 +241,18 @@ def near_tokens(
         if bool((best.values > float("-inf")).all()):
             break
     return near.indices.gather(1, best.indices)
+
+
+def _auto(sample: Sample, resolution: float, matcher: Matcher) -> Threshold:
+    """Return the threshold of a sample; by an invariant no more than ``ROOM`` times as far as right candidates come.
+
+    Behind few known rows an invariant is few numbers, in which wrong candidates of a large vocabulary come far nearer
+    than those of a sample do.
+    """
+    found = auto_threshold(sample, resolution)
+    if matcher.invariant is None or not found.separable:
+        return found
+    return replace(found, relative=min(found.relative, max(ROOM * found.floor, resolution))).seen_on(sample)
 
 
 def auto_threshold(sample: Sample, resolution: float) -> Threshold:

@@ -12,6 +12,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.self_check import uncounted
 from hiddenlab.proposals.corpus import Corpus, language_reference
+from hiddenlab.proposals.expected_states import ExpectedStates
 from hiddenlab.proposals.probe import Probe, ProbeSettings, whitening
 from hiddenlab.proposals.ridge import KnownRows, ridge_probe
 from hiddenlab.proposals.store import (
@@ -38,6 +39,7 @@ SPREAD = 16  # rows of an embedding table that tell it from others
 MOST_HELD = 1 << 29  # bytes of rows that are held at once when several layers are collected
 ANNOUNCED, TIMED = 2.0, 128  # seconds from which a wait is announced; tokens of the pass that estimates it
 # Running text on which proposals are calibrated, and how often at most a window is drawn.
+BEHIND = 24  # tokens of the text behind which every token is run
 TEXT_WINDOWS, TEXT_LENGTH, TEXT_SEED, TEXT_DRAWS = 4, 32, 9, 64
 
 
@@ -161,6 +163,29 @@ def known_windows(model: TruncatedModel) -> list[torch.Tensor]:
         windows.append(corpus.strewn(corpus.text_window(KNOWN_WINDOW), KNOWN_RANDOM))
         drawn += len(windows[-1])
     return windows + list(corpus.single_tokens(KNOWN_SINGLE)[:, None])
+
+
+def expected_states_for(
+    model: TruncatedModel, info: ObservationInfo, progress: Progress = silent
+) -> tuple[ExpectedStates, float]:
+    """Return the state that is expected of every token, from the cache or computed now, and the seconds that took."""
+    stages = training_channel(model, info)
+    exact = [info.provider_dtype, info.quantization]
+    identity = identity_of(model, stages) | {"expected": BEHIND, "exact": exact}
+    tensors, seconds = load_cached(identity, model), 0.0
+    if tensors is None:
+        started = time.perf_counter()
+        known, _ = known_rows_for(model, info, progress)
+        # Single tokens stand alone at the end: their states are those of first tokens, which are unlike later ones.
+        later = known.own - KNOWN_SINGLE
+        known = KnownRows(known.states[:later], known.tokens[:later], later)
+        text = Corpus(model, TEXT_SEED, language_reference).text_window(BEHIND)
+        fast, provider = (Channel.parse(of).provider_model(model) for of in (stages, info.channel))
+        tensors = dict(vars(ExpectedStates.make(fast, known, text, progress, exact=provider)))
+        with suppress(InputError):
+            save_cached(identity, tensors)
+        seconds = time.perf_counter() - started
+    return ExpectedStates(**tensors), seconds
 
 
 def keep_known_rows(model: TruncatedModel, info: ObservationInfo, known: KnownRows) -> None:

@@ -30,6 +30,7 @@ from hiddenlab.proposals.probe import (
     train_probe,
 )
 from hiddenlab.proposals.sorted_states import Contexts
+from hiddenlab.secret_maps import is_mapped
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress, Site, silent
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
@@ -68,13 +69,17 @@ def training_tokens(model: TruncatedModel) -> int:
 
 
 def training_channel(model: TruncatedModel, info: ObservationInfo) -> list[str]:
-    """Return the stages that change values; mere permutations do not change what a probe must learn.
+    """Return the stages that change values; permutations and secret maps do not change what a probe must learn.
 
     Where the processor is faster in bfloat16, the attacker's own states are computed in it: its rounding is far below
     what a probe can resolve (docs/log/002-cheaper-proposals.md).
     """
     channel = Channel.parse(list(info.channel))
-    stages = [defense.spec for defense in channel.defenses if not _only_permutes(defense)]
+    stages = [
+        defense.spec
+        for defense in channel.defenses
+        if not _only_permutes(defense) and not is_mapped(defense.publish(ObservationInfo("", (), Site(1))))
+    ]
     fast = fast_dtype(model.device)
     plain = info.provider_dtype == "float32" and info.quantization is None
     if plain and model.dtype == torch.float32 and model.quantization is None and fast != torch.float32:

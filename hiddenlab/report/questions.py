@@ -36,7 +36,7 @@ QUESTIONS = (
         "What do protocols that permute states reveal to their servers?",
         (
             "schemes", "closed-weights", "permuted-model", "substitution", "unique-rows", "revealed", "projections",
-            "distance-correlation", "theorem-j1", "theorem-j3",
+            "distance-correlation", "theorem-j1", "theorem-j3", "invariants",
         ),
     ),
     Question(

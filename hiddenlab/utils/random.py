@@ -4,6 +4,8 @@ import hashlib
 import json
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 
 def generator(seed: int, *what: object) -> torch.Generator:
@@ -14,3 +16,16 @@ def generator(seed: int, *what: object) -> torch.Generator:
     """
     digest = hashlib.sha256(json.dumps([seed, *map(str, what)]).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def orthogonal(width: int, generator: torch.Generator) -> Float[Tensor, "d d"]:
+    """Draw an orthogonal matrix evenly (by Haar measure), in double precision."""
+    drawn = torch.randn(width, width, generator=generator, device=generator.device, dtype=torch.float64)
+    return orthonormal(drawn)
+
+
+def orthonormal(drawn: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
+    """Return an orthonormal basis of what columns span; it is evenly distributed where normal numbers were drawn."""
+    basis, upper = torch.linalg.qr(drawn)
+    # Signs from the triangle's diagonal make the basis evenly distributed, and the same for every library.
+    return basis * upper.diagonal().sign()

@@ -1,0 +1,83 @@
+"""Hide states behind a secret linear map: an orthogonal one of their coordinates, or one that mixes their rows."""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.secret_maps import with_map
+from hiddenlab.stages import Stage
+from hiddenlab.types import ObservationInfo
+from hiddenlab.utils.random import orthogonal
+
+Rows = Float[Tensor, "rows d"]
+
+
+class Orthogonal(Stage):
+    """Turn the coordinates of all states by one secret orthogonal map, or each row by a map of its own.
+
+    Maps are drawn evenly (Haar) and anew for each prompt, so that several prompts do not help the attacker.
+
+    Args:
+        fresh: ``prompt`` for one map of all rows of a prompt, ``row`` for a map of every row.
+    """
+
+    def __init__(self, fresh: Literal["prompt", "row"] = "prompt") -> None:
+        self.fresh = fresh
+        self.spec = "orthogonal" if fresh == "prompt" else f"orthogonal:fresh={fresh}"
+
+    def states(
+        self, states: Rows, generator: torch.Generator
+    ) -> tuple[Rows, tuple[int, ...] | None, dict[str, Any]]:
+        rows, width = states.shape
+        if self.fresh == "prompt":
+            drawn = orthogonal(width, generator)
+            return states @ drawn.to(states), None, {"map": drawn}
+        # An even map takes a row to an even direction: drawing that is the same, and takes no matrix for each row.
+        turned = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+        turned *= states.double().norm(dim=1, keepdim=True).to(turned) / turned.norm(dim=1, keepdim=True)
+        return turned.to(states), None, {}
+
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return with_map(info, "columns" if self.fresh == "prompt" else "each-row")
+
+    def __repr__(self) -> str:
+        scope = "one for all rows of a prompt" if self.fresh == "prompt" else "each row its own"
+        return (
+            f"{self.spec}: the attacker sees turned rows in order and knows the model; "
+            f"only the provider knows the maps ({scope})"
+        )
+
+
+class RowMixing(Stage):
+    """Release secret mixtures of the states, as many as there are states, in place of the states.
+
+    The square matrix that mixes them is drawn anew for each prompt.
+
+    Args:
+        kind: ``gaussian`` (independent normal entries of variance 1 / rows) or ``orthogonal`` (drawn evenly).
+    """
+
+    def __init__(self, kind: Literal["gaussian", "orthogonal"] = "gaussian") -> None:
+        self.kind = kind
+        self.spec = "row-mixing" if kind == "gaussian" else f"row-mixing:kind={kind}"
+
+    def states(
+        self, states: Rows, generator: torch.Generator
+    ) -> tuple[Rows, tuple[int, ...] | None, dict[str, Any]]:
+        rows = len(states)
+        if self.kind == "orthogonal":
+            drawn = orthogonal(rows, generator)
+        else:
+            drawn = torch.randn(rows, rows, generator=generator, dtype=torch.float64) / rows**0.5
+        return drawn.to(states) @ states, None, {"mixing": drawn}
+
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return with_map(info, "rows")
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.spec}: the attacker sees as many mixtures as there are states and knows the model; "
+            "only the provider knows how they were mixed"
+        )

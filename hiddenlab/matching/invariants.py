@@ -1,0 +1,192 @@
+"""Compare a candidate with rows behind a secret linear map, by what the map cannot change.
+
+A frame holds what is seen of one observation by someone who knows the states of its first tokens. It shows a candidate
+for the next token, and each row, as a few numbers; the distance of a candidate is the L2 distance of these.
+
+- ``Gram``: an orthogonal map of the columns keeps inner products. So a row's coordinates on the rows before it, and the
+  norm of its rest, are the same on both sides. Their distance is the least over all maps that fit the known rows.
+- ``Norms``: where each row has a map of its own, only its norm stays.
+- ``Span``: where rows were mixed, a right candidate lies in the space that the released rows span. What of it the known
+  rows span already proves nothing. So the rest of it is compared with its own part in the released space.
+
+``hiddenlab.matching.explained`` says how well each token explains what a frame shows of the next row.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hiddenlab.secret_maps import Invariant
+
+# A row whose rest beyond the rows before it is shorter than this share of it gives no direction: in such a direction
+# rounding would be compared. At layer 1 a row like the first has no rest at all.
+LEAST_REST = 1e-3
+ROUNDED = 2e-6  # of the largest singular value of mixed rows: smaller ones are rounding
+
+
+class Frame(ABC):
+    """One observation behind a secret map, seen behind some known states.
+
+    Attributes:
+        shown: each row as it is compared, behind the rows before it, in double precision.
+    """
+
+    shown: Float[Tensor, "rows k"]
+
+    @classmethod
+    @abstractmethod
+    def of(cls, rows: Float[Tensor, "rows d"]) -> "Frame":
+        """Return the frame of released rows of which no token is known."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many states are known."""
+
+    @abstractmethod
+    def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c k"]:
+        """Return candidates for the next token as they are compared."""
+
+    @abstractmethod
+    def behind(self, state: Float[Tensor, " d"]) -> "Frame":
+        """Return the frame behind one more token, whose state is known."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Orthonormal directions of some rows, one for each: zeros where a row adds none.
+
+    Attributes:
+        directions: in double precision.
+    """
+
+    directions: Float[Tensor, "t d"]
+
+    @classmethod
+    def none(cls, like: Float[Tensor, "rows d"]) -> "Basis":
+        """Return the basis of no rows."""
+        return cls(like.new_zeros(0, like.shape[1], dtype=torch.float64))
+
+    def split(self, states: Float[Tensor, "c d"]) -> tuple[Float[Tensor, "c t"], Float[Tensor, "c d"]]:
+        """Return states' coordinates and what is left of them."""
+        states = states.double()
+        inside = states @ self.directions.T
+        rest = states - inside @ self.directions
+        again = rest @ self.directions.T  # once more: the first time leaves rounding of long states
+        return inside + again, rest - again @ self.directions
+
+    def with_rest(self, rest: Float[Tensor, " d"], length: float) -> "Basis":
+        """Return the basis with the direction of a row's rest; with zeros where that is short beside the row's norm."""
+        norm = rest.norm()
+        direction = rest / norm if float(norm) > LEAST_REST * length else torch.zeros_like(rest)
+        return Basis(torch.cat([self.directions, direction[None]]))
+
+
+@dataclass(frozen=True)
+class Gram(Frame):
+    """A secret orthogonal map of the columns, the same for all rows, which are in order.
+
+    Attributes:
+        known: directions of the known states; of the first ``t`` rows as many.
+    """
+
+    shown: Float[Tensor, "rows rows"]
+    known: Basis
+
+    @classmethod
+    def of(cls, rows: Float[Tensor, "rows d"]) -> "Gram":
+        rows, count = rows.double(), len(rows)
+        shown, basis = rows.new_zeros(count, count), Basis.none(rows)
+        for i in range(count):
+            inside, rest = basis.split(rows[i : i + 1])
+            shown[i, :i], shown[i, i] = inside[0], rest.norm()
+            basis = basis.with_rest(rest[0], float(rows[i].norm()))
+        return cls(shown, Basis.none(rows))
+
+    @property
+    def count(self) -> int:
+        return len(self.known.directions)
+
+    def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c rows"]:
+        inside, rest = self.known.split(states)
+        seen = torch.cat([inside, rest.norm(dim=1, keepdim=True)], 1)
+        return torch.nn.functional.pad(seen, (0, self.shown.shape[1] - seen.shape[1]))
+
+    def behind(self, state: Float[Tensor, " d"]) -> "Gram":
+        _, rest = self.known.split(state[None])
+        row = self.shown[self.count]
+        # Both sides leave the same directions out: the released row says whether this is one.
+        used = float(row[self.count]) > LEAST_REST * float(row.norm())
+        return replace(self, known=self.known.with_rest(rest[0], 0.0 if used else math.inf))
+
+
+@dataclass(frozen=True)
+class Norms(Frame):
+    """A secret orthogonal map of its own for each row, which are in order."""
+
+    shown: Float[Tensor, "rows 1"]
+    count: int = 0
+
+    @classmethod
+    def of(cls, rows: Float[Tensor, "rows d"]) -> "Norms":
+        return cls(_norms(rows))
+
+    def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c 1"]:
+        return _norms(states)
+
+    def behind(self, state: Float[Tensor, " d"]) -> "Norms":
+        return replace(self, count=self.count + 1)
+
+
+@dataclass(frozen=True)
+class Span(Frame):
+    """A secret square matrix that mixed the rows.
+
+    Attributes:
+        space: orthonormal basis of the released rows. known: directions of the known states.
+        repeats: how many of the rows that are still unknown add no direction.
+    """
+
+    shown: Float[Tensor, "rows 2"]
+    released: Float[Tensor, "rows d"]
+    space: Float[Tensor, "k d"]
+    known: Basis
+    repeats: int
+
+    @classmethod
+    def of(cls, rows: Float[Tensor, "rows d"]) -> "Span":
+        rows = rows.double()
+        _, sizes, space = torch.linalg.svd(rows, full_matrices=False)
+        rank = int((sizes > ROUNDED * sizes[0]).sum())
+        shown = rows.new_tensor([[0.0, 1.0]]).repeat(len(rows), 1)
+        return cls(shown, rows, space[:rank], Basis.none(rows), len(rows) - rank)
+
+    @property
+    def count(self) -> int:
+        return len(self.known.directions)
+
+    def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c 2"]:
+        _, rest = self.known.split(states)
+        lengths = rest.norm(dim=1)
+        if self.repeats:
+            # A state that the known rows span may be right. Its rest is rounding, small beside the state alone.
+            whole = states.double().norm(dim=1)
+            lengths = torch.where(lengths > LEAST_REST * whole, lengths, whole)
+        outside = (rest - (rest @ self.space.T) @ self.space).norm(dim=1) / lengths.clamp(min=1e-30)
+        return torch.stack([outside, (1 - outside.square()).clamp(min=0).sqrt()], 1)
+
+    def behind(self, state: Float[Tensor, " d"]) -> "Span":
+        _, rest = self.known.split(state[None])
+        known = self.known.with_rest(rest[0], float(state.norm()))
+        return replace(self, known=known, repeats=self.repeats - (not bool(known.directions[-1].any())))
+
+
+def _norms(states: Float[Tensor, "c d"]) -> Float[Tensor, "c 1"]:
+    return states.double().norm(dim=1, keepdim=True)
+
+
+FRAMES: dict[Invariant, type[Frame]] = {"gram": Gram, "norms": Norms, "span": Span}

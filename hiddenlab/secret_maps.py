@@ -1,0 +1,59 @@
+"""Say which secret linear map rows went through, and what of them such a map cannot change.
+
+An orthogonal map of the columns, the same for all rows, keeps inner products of rows (their Gram matrix). One that is
+drawn anew for every row keeps the rows' norms alone. A square map that mixes rows keeps the space that they span.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.types import ObservationInfo
+
+FACT = "secret_map"
+Invariant = Literal["gram", "norms", "span"]
+# What a map is of -> what it leaves. The order matters: of two maps of columns the later in this order is what remains.
+LEAVES: dict[str, Invariant] = {"columns": "gram", "each-row": "norms", "rows": "span"}
+
+
+def with_map(info: ObservationInfo, of: str) -> ObservationInfo:
+    """Return public facts with one more secret map.
+
+    Args:
+        of: what the map is of, a key of ``LEAVES``.
+    """
+    maps = sorted({*info.facts.get(FACT, ()), of}, key=list(LEAVES).index)
+    return replace(info, facts={**info.facts, FACT: maps})
+
+
+def is_mapped(info: ObservationInfo) -> bool:
+    """Return whether rows went through a secret map."""
+    return FACT in info.facts
+
+
+def invariant_of(info: ObservationInfo) -> Invariant | None:
+    """Return what the secret maps of an observation's rows leave, None where there is no map.
+
+    Raises:
+        InputError: the facts are malformed.
+        NotApplicableError: no known invariant is left, or it cannot be compared with what else was done to the rows.
+    """
+    maps = info.facts.get(FACT)
+    if maps is None:
+        return None
+    if isinstance(maps, str | Mapping) or not maps or not set(maps) <= set(LEAVES):
+        raise InputError(f"the fact {FACT} lists some of {', '.join(LEAVES)}, not {maps!r}")
+    if "rows" in maps and (len(set(maps)) > 1 or info.columns_permuted is not None):
+        raise NotApplicableError(
+            "rows are mixed and coordinates mapped as well: only singular values are left, and no attack reads them"
+        )
+    if info.rows_permuted and "rows" not in maps:
+        raise NotApplicableError("rows behind a secret map of their coordinates are read in order only")
+    if info.positions is not None:
+        raise NotApplicableError("rows behind a secret map are read only where every token has a row")
+    if "projection" in info.facts:
+        raise NotApplicableError("projections of mapped rows cannot be compared with a candidate's")
+    if info.columns_permuted == "per-row":
+        return "norms"
+    return LEAVES[[of for of in LEAVES if of in maps][-1]]
