@@ -301,6 +301,7 @@ def test_the_command_prints_the_verdict_and_ends_with_its_code(
         (["nosuch"], "nosuch"),
         (["identity", "--minutes", "0"], "--minutes is above 0"),
         (["gaussian"], "sigma"),
+        (["seq-perm+gausian:sigma=1"], "did you mean gaussian"),
     ],
 )
 def test_wrong_input_names_the_way_out(asked: list[str], says: str) -> None:

@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from hiddenlab import options as o
 from hiddenlab import registry
+from hiddenlab.cli.compare import stages_of
 from hiddenlab.cli.console import bars, only_json, print_json, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.cli.verdicts import BAD, GOOD, OPEN
@@ -29,9 +30,9 @@ def assess(
     defense: Annotated[
         list[str],
         Argument(
-            metavar="DEFENSE…",
-            help="The stages of one defense, in order; see 'hiddenlab list defenses'. One of your own: "
-            "FILE.py:KEY=VALUE. 'identity' is none.",
+            metavar="DEFENSE",
+            help="The stages of one defense, in order, or joined by '+'; see 'hiddenlab list defenses'. One of your "
+            "own: FILE.py:KEY=VALUE. 'identity' is none.",
         ),
     ],
     minutes: Annotated[
@@ -50,11 +51,12 @@ def assess(
     BROKEN and LEAKS end with exit code 1, HELD with 0, INCONCLUSIVE with 3. HELD means against these attacks within
     this time, and never that a defense is secure.
     """
-    for spec in defense:
+    stages = tuple(stage for spec in defense for stage in stages_of(spec))
+    for spec in stages:
         check_name("defenses", spec)
     run = registry.resolve("eval", "assess")
     with only_json(json), bars() as progress:
-        result = run(replace(config, defense=tuple(defense)), minutes=minutes, progress=progress)
+        result = run(replace(config, defense=stages), minutes=minutes, progress=progress)
     if json:
         print_json(result)
     else:

@@ -112,9 +112,14 @@ def _new_folder(runs_dir: Path) -> Path:
     return path
 
 
+def stages_of(spec: str) -> tuple[str, ...]:
+    """Return the stages of one defense, which are joined by ``+``."""
+    return tuple(stage.strip() for stage in spec.split("+"))
+
+
 def _stages(given: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the stages of each defense, the baseline first."""
-    defenses = [tuple(stage.strip() for stage in spec.split("+")) for spec in given]
+    defenses = [stages_of(spec) for spec in given]
     baseline: list[tuple[str, ...]] = [()]
     return baseline + [stages for stages in defenses if stages != (BASELINE,)]
 
