@@ -179,6 +179,7 @@ def test_the_verdict_follows_from_bounds_and_from_what_the_attacks_can_do(
     found = Evidence(leak, **({"exact": 0, "secrets": (0, 4)} | other))
     said = sentence_of(found, 10, "beam-decoding")
     assert status_of(found) == status and said.startswith(status) and "secure" not in said
+    assert ("ran out of time" in said) == bool(found.short)
     assert EXIT_CODES[status] == {BROKEN: 1, LEAKS: 1, HELD: 0, INCONCLUSIVE: 3}[status]
 
 

@@ -29,7 +29,7 @@ class Step:
     endless: bool = False
 
 
-TOGETHER = 5  # prompts that an attack gets at once; running out of time costs what it read of these
+TOGETHER = 2  # prompts that an attack gets at once; running out of time costs what it read of these
 # In the order of their cost.
 ATTACKS = (
     Step(

@@ -86,7 +86,10 @@ def sentence_of(found: Evidence, minutes: float, best: str | None) -> str:
     whole = f", {count_of(found.exact, 'prompt')} exactly" if found.exact else ""
     planted = f", {found.secrets[0]} of {found.secrets[1]} planted secrets" if found.secrets[0] else ""
     if status in (BROKEN, LEAKS):
-        return f"{status}: {read} came back{by}{whole}{planted}."
+        more = (
+            f" More may: {', '.join(found.short)} ran out of time." if found.short and leak.high < 1 else ""
+        )
+        return f"{status}: {read} came back{by}{whole}{planted}.{more}"
     if status == HELD:
         return (
             f"HELD against these attacks within {minutes:g} minutes: {read} came back. This is no proof: another "
