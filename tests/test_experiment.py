@@ -441,7 +441,7 @@ def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
         (("all", "--set", "budget=4"), "are for one experiment; 'all' takes none"),
         (("table-1", "--layers", "x"), "--layers 'x' is no list of numbers"),
         (("table-8", "--layers", "1,2"), "this experiment takes one layer"),
-        (("gap", "--set", "sizes=1,x"), "whole and at least 1, not 'x'"),
+        (("gap", "--set", "sizes=1,x"), "a whole number from 1, not 'x'"),
         (("figure-2", "--layers", "3"), "figure-2 is of layer 0"),
         (("figure-2", "--set", "tuned=false"), "needs a masked language model"),
         (("ablation", "--set", "channels=nf4"), "no ablation is known for 'nf4'"),
