@@ -319,3 +319,12 @@ def test_states_of_a_file_are_refused() -> None:
 
     with pytest.raises(InputError, match="hiddenlab attack"):
         assess(AttackConfig(states=("x.npy",)))
+
+
+@pytest.mark.slow
+def test_the_builtin_model_is_read_without_a_defense() -> None:
+    from hiddenlab.config import AttackConfig
+
+    found = assess(AttackConfig(layer=6, limit=2, max_tokens=16, defense=("identity",)), minutes=20)
+    assert found["status"] == BROKEN and found["exact"]["value"] == 1 and found["secrets"]["read"] == 4
+    assert [one["status"] for one in found["attacks"]] == [RAN, *[DONE_BEFORE] * (len(ensemble.ATTACKS) - 1)]
