@@ -46,6 +46,7 @@ from hiddenlab.eval.assess.verdict import (
 from hiddenlab.eval.measures.intervals import Estimate
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.stages import Stage
+from hiddenlab.testing import byte_tokenizer
 from hiddenlab.types import AttackResult, Observation, TokenPrediction, silent
 
 Truncated = Callable[..., TruncatedModel]
@@ -92,6 +93,28 @@ class Endless(Attack):
             time.sleep(0.001)
 
 
+class Choosy(Unsure):
+    """Cannot use the first row that it is shown, and reads all others."""
+
+    def _fit(self, info: Any) -> dict[str, float | str]:
+        super()._fit(info)
+        self.refused: Observation | None = None
+        return {}
+
+    def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
+        self.refused = self.refused or observations[0]
+        if any(one is self.refused for one in observations):
+            raise NotApplicableError("not this one")
+        return [self._recover(one) for one in observations]
+
+
+class Misled(Knowing):
+    """Is sure of a token that is never right."""
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        return AttackResult((TokenPrediction(1, 0, 0.0, None, 1, True),), 0, 0, 0.0, "complete")
+
+
 class Slowed(Unsure):
     """Reads plain rows, and searches without an end behind a defense."""
 
@@ -120,7 +143,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
         "never": Never,
         "endless": Endless,
     }
-    made["slowed"] = Slowed
+    made |= {"slowed": Slowed, "choosy": Choosy, "misled": Misled}
     for name, attack in made.items():
         registry.register("attacks", name, attack)
     registry.register("defenses", "zeros", Zeros)
@@ -132,7 +155,7 @@ def released(model: TruncatedModel, *prompts: Sequence[int]) -> list[Observation
 
 
 def steps(*names: str) -> list[Step]:
-    return [Step(name, "") for name in names]
+    return [Step(name) for name in names]
 
 
 # ---- figures
@@ -168,6 +191,7 @@ def test_no_token_of_few_prompts_is_not_certain() -> None:
         (0.0, 0.04, {}, INCONCLUSIVE),
         (0.0, 0.04, {"able": ["a"], "crashed": ["b"]}, INCONCLUSIVE),
         (0.0, 0.04, {"able": ["a"], "short": ["b"]}, INCONCLUSIVE),
+        (0.0, 0.04, {"able": ["a"], "misled": 1}, INCONCLUSIVE),
         (0.06, 0.2, {"short": ["b"], "crashed": ["c"]}, LEAKS),
         (0.0, 0.2, {"able": ["a"]}, INCONCLUSIVE),
     ],
@@ -211,15 +235,25 @@ def test_each_attack_is_told_apart_and_solved_prompts_are_left_alone(tiny_model:
     assert [found[3].results[i].ids for i in (0, 1)] == [[5], [7]] and not found[4].results
 
 
+def test_one_prompt_that_an_attack_cannot_use_costs_no_other(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 1)
+    one, alone = (
+        attack_all(released(model, *prompts), model, 0, 60.0, silent, steps("choosy"))[0]
+        for prompts in ([[5], [7], [9]], [[5]])
+    )
+    assert one.status == RAN and {i: result.ids for i, result in one.results.items()} == {1: [7], 2: [9]}
+    assert alone.status == NOT_APPLICABLE and alone.reason == "not this one"
+
+
 def test_an_attack_for_missing_rows_does_not_run_where_all_are_shown(tiny_model: Truncated) -> None:
     model = tiny_model("llama", 1)
-    (one,) = attack_all(released(model, [5]), model, 0, 5.0, silent, [Step("endless", "", missing=True)])
+    (one,) = attack_all(released(model, [5]), model, 0, 5.0, silent, [Step("endless", missing=True)])
     assert one.status == NOT_APPLICABLE and one.reason == "every token has a row"
 
 
 def test_time_that_is_left_goes_to_the_later_attacks(tiny_model: Truncated) -> None:
     model = tiny_model("llama", 1)
-    made = [Step("never", "", weight=3), Step("endless", "")]
+    made = [Step("never", weight=3), Step("endless")]
     first, second = attack_all(released(model, [5]), model, 0, 0.4, silent, made)
     assert first.allowed == pytest.approx(0.3, abs=0.01) and second.allowed > 0.3
 
@@ -260,13 +294,36 @@ def test_a_defense_behind_which_attacks_take_longer_does_not_hold(
     tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What reads plain rows in time, and runs out of it behind the defense, might have read these a minute later."""
-    made = [Step("slowed", ""), Step("unsure", "")]
+    made = [Step("slowed"), Step("unsure")]
     monkeypatch.setattr(command, "ATTACKS", made)
     found = ask(tiny("llama", tokenizer=True), prompts, "zeros")
     assert found["status"] == INCONCLUSIVE and "slowed ran out of time" in found["sentence"]
     assert found["undefended"][0]["leak"]["low"] > 0.5
     monkeypatch.setattr(command, "ATTACKS", [replace(made[0], endless=True), made[1]])
     assert "out of time" not in ask(tiny("llama", tokenizer=True), prompts, "zeros")["sentence"]
+
+
+def test_an_attack_that_is_sure_and_wrong_does_not_make_a_defense_hold(
+    tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "ATTACKS", steps("misled", "unsure"))
+    monkeypatch.setattr(command, "planted", lambda seed: [])
+    found = ask(tiny("llama", tokenizer=True), prompts)
+    assert found["attacks"][1]["status"] == DONE_BEFORE
+    assert found["status"] == INCONCLUSIVE and "sure of wrong tokens" in found["sentence"]
+
+
+def test_an_exact_prompt_that_was_guessed_is_no_leak(
+    tiny: Callable[..., str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = tiny("llama", tokenizer=True), tmp_path / "one.txt"
+    file.write_text("\n".join(["a"] * 3))
+    token = byte_tokenizer()("a")["input_ids"][0]
+    monkeypatch.setattr(command, "ATTACKS", steps("unsure"))
+    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "guesses", lambda model, lengths, *_: [(token,) * n for n in lengths])
+    found = ask(path, str(file))
+    assert found["exact"]["value"] == 1 and found["control"] == 1 and found["status"] == INCONCLUSIVE
 
 
 def test_a_defense_that_makes_attacks_fail_does_not_hold(

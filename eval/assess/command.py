@@ -22,6 +22,7 @@ from hiddenlab.eval.assess.ensemble import (
     Attempt,
     Step,
     attack_all,
+    solved,
     verified,
 )
 from hiddenlab.eval.assess.secrets import Planted, planted
@@ -38,7 +39,7 @@ from hiddenlab.eval.measures.attack import utility
 from hiddenlab.eval.measures.intervals import Estimate, mean, share
 from hiddenlab.job import Case, Job, prepare
 from hiddenlab.models import TruncatedModel
-from hiddenlab.scoring import Score, score
+from hiddenlab.scoring import Score, places_of, score
 from hiddenlab.stages import overrides
 from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, silent
 from hiddenlab.utils.random import generator
@@ -72,7 +73,7 @@ class Reading:
     @property
     def right(self) -> int:
         """The number of tokens that were read rightly, each at its place."""
-        return 0 if self.score is None else round(self.score.token_accuracy * self.tokens)
+        return _right(self.result, self.case)
 
 
 def assess(config: AttackConfig, minutes: float = 10.0, progress: Progress = silent) -> dict[str, Any]:
@@ -116,10 +117,15 @@ def assess(config: AttackConfig, minutes: float = 10.0, progress: Progress = sil
     leak = leak_of([reading.right for reading in own], guessed, lengths)
     read = sum(_holds(reading.result, one.secret) for reading, one in zip(extra, texts, strict=True))
     exact = [bool(reading.score and reading.score.exact) for reading in own]
+    beyond = sum(whole and n < one.tokens for whole, n, one in zip(exact, guessed, own, strict=True))
+    misled = sum(
+        one.result is not None and solved(one.result, observation) and not whole
+        for one, observation, whole in zip(own, shown, exact, strict=False)
+    )
     crashed = [attempt.attack for attempt in attempts if attempt.status == CRASHED]
     endless = {step.attack for step in ATTACKS if step.endless}
     late = [one.attack for one in attempts if one.status == OUT_OF_TIME and one.attack not in endless]
-    found = Evidence(leak, sum(exact), (read, len(texts)), short=late, crashed=crashed)
+    found = Evidence(leak, beyond, (read, len(texts)), short=late, crashed=crashed, misled=misled)
     undefended: list[dict[str, Any]] = []
     if status_of(found) == INCONCLUSIVE:  # whether it held depends on what the attacks can do at all
         undefended = _undefended(job, cases[: len(job.cases)], guessed, attempts, progress)
@@ -229,11 +235,9 @@ def _undefended(
     for attempt in attempts:
         if attempt.status in (CRASHED, NOT_APPLICABLE):
             continue
-        step = Step(attempt.attack, "")
+        step = Step(attempt.attack)
         (again,) = attack_all(shown, job.model, job.config.seed, attempt.allowed, progress, [step])
-        right = [0] * len(cases)
-        for i, result in again.results.items():
-            right[i] = round(_scored(job.model, result, cases[i]).token_accuracy * lengths[i])
+        right = [_right(again.results.get(i), case) for i, case in enumerate(cases)]
         told.append(
             {
                 "attack": again.attack,
@@ -258,25 +262,27 @@ def _best(readings: Sequence[Reading]) -> str | None:
 def _oracle(readings: Sequence[Reading], attempts: Sequence[Attempt], guessed: Sequence[int]) -> Estimate:
     """Return the leak if somebody told the attacker which attack is best for each prompt."""
     right = [
-        max((_right(attempt, i, reading) for attempt in attempts), default=0)
+        max((_right(attempt.results.get(i), reading.case) for attempt in attempts), default=0)
         for i, reading in enumerate(readings)
     ]
     return leak_of(right, guessed, [reading.tokens for reading in readings])
 
 
-def _right(attempt: Attempt, prompt: int, reading: Reading) -> int:
-    """Return how many tokens of a prompt an attack read rightly, by place."""
-    result = attempt.results.get(prompt)
+def _right(result: AttackResult | None, case: Case) -> int:
+    """Return how many tokens of a prompt were read rightly, each at its place."""
     if result is None:
         return 0
-    truth = _truth(reading.case).tokens
-    places = result.positions or range(len(result.ids))
-    return sum(p < len(truth) and truth[p] == token for p, token in zip(places, result.ids, strict=True))
+    truth = _truth(case)
+    places = places_of(result, truth)
+    return sum(
+        place < len(truth.tokens) and truth.tokens[place] == token
+        for place, token in zip(places, result.ids, strict=True)
+    )
 
 
 def _told(attempt: Attempt, readings: Sequence[Reading]) -> dict[str, Any]:
     """Return what an attack did, with the share of all tokens that it read."""
-    right = sum(_right(attempt, i, reading) for i, reading in enumerate(readings))
+    right = sum(_right(attempt.results.get(i), reading.case) for i, reading in enumerate(readings))
     return {
         "attack": attempt.attack,
         "status": attempt.status,

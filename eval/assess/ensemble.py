@@ -17,33 +17,28 @@ class Step:
     """One attack of the ensemble.
 
     Attributes:
-        attack: its spec. reads: what it reads that those before it do not. weight: of its share of the time. missing:
-            it is for observations of some rows alone. endless: it may go on for as long as there is time, so that
-            running out of it says nothing.
+        attack: its spec. weight: of its share of the time. missing: it is for observations of some rows alone.
+            endless: it may go on for as long as there is time, so that running out of it says nothing.
     """
 
     attack: str
-    reads: str
     weight: float = 1.0
     missing: bool = False
     endless: bool = False
 
 
 TOGETHER = 2  # prompts that an attack gets at once; running out of time costs what it read of these
-# In the order of their cost.
+# In the order of their cost, each with what it reads.
 ATTACKS = (
-    Step(
-        "vocab-match:setup=quick,budget=256",
-        "rows as they are, or permuted; ends early where nothing matches",
-    ),
-    Step("partial-sums", "what a CompNode of Cascade receives"),
-    Step("self-scores", "rows in secret coordinates of Cascade"),
-    Step("closed-weights", "rows of private, permuted weights"),
-    Step("fingerprint-inversion", "projections, TOPLOC proofs, log-probabilities"),
-    Step("missing-tokens", "tokens between shown rows", missing=True),
-    Step("shard-reading", "anything linear: regressions on what the attacker releases himself"),
-    Step("beam-decoding", "noise, rounding, shuffled rows", weight=4),
-    Step("vocab-match", "the whole vocabulary", weight=2, endless=True),
+    Step("vocab-match:setup=quick,budget=256", weight=2),  # rows as they are, permuted, or behind secret maps
+    Step("partial-sums"),  # what a CompNode of Cascade gets
+    Step("self-scores"),  # rows in secret coordinates of Cascade
+    Step("closed-weights"),  # rows of private, permuted weights
+    Step("fingerprint-inversion"),  # projections, TOPLOC proofs, log-probabilities
+    Step("missing-tokens", missing=True),  # tokens between shown rows
+    Step("shard-reading"),  # anything linear: regressions on what the attacker releases himself
+    Step("beam-decoding", weight=4),  # noise, rounding, shuffled rows
+    Step("vocab-match", weight=2, endless=True),  # the whole vocabulary
 )
 RAN, DONE_BEFORE, OUT_OF_TIME, CRASHED, NOT_APPLICABLE = (
     "ran", "nothing left to read", "out of time", "crashed", "not applicable"
@@ -140,9 +135,9 @@ def _run(
         size = min(attack.batch, TOGETHER)
         for start in range(0, len(prompts), size):
             tell("prompts", start, len(prompts))
-            group = prompts[start : start + size]
-            found = attack.recover_batch([observation for _, observation in group])
-            attempt.results |= {i: result for (i, _), result in zip(group, found, strict=True)}
+            _recover(attempt, attack, prompts[start : start + size])
+        if not attempt.results:
+            attempt.status = NOT_APPLICABLE
     except NotApplicableError as error:
         attempt.status, attempt.reason = NOT_APPLICABLE, first_line(error)
     except _OutOfTimeError:
@@ -151,3 +146,15 @@ def _run(
         kind = "" if isinstance(error, HiddenlabError) else f"{type(error).__name__}: "
         attempt.status, attempt.reason = CRASHED, kind + first_line(error)
     attempt.seconds = time.monotonic() - begun
+
+
+def _recover(attempt: Attempt, attack: Attack, group: Sequence[tuple[int, Observation]]) -> None:
+    """Recover some prompts; those that the attack cannot use are left out, and not the others with them."""
+    try:
+        found = attack.recover_batch([observation for _, observation in group])
+        attempt.results |= {i: result for (i, _), result in zip(group, found, strict=True)}
+    except NotApplicableError as error:
+        attempt.reason = first_line(error)
+        if len(group) > 1:
+            for one in group:
+                _recover(attempt, attack, [one])
