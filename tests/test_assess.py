@@ -78,6 +78,20 @@ class Failing(Attack):
         raise RuntimeError("singular matrix\nand a long story")
 
 
+class FailingFirst(Unsure):
+    """Fails with the first prompt that it gets, and reads all others."""
+
+    def _fit(self, info: Any) -> dict[str, float | str]:
+        self.begun = False
+        return super()._fit(info)
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        if not self.begun:
+            self.begun = True
+            raise RuntimeError("no convergence")
+        return super()._recover(observation)
+
+
 class Never(Attack):
     def _fit(self, info: Any) -> dict[str, float | str]:
         raise NotApplicableError("it needs something else")
@@ -140,6 +154,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
         "knowing": Knowing,
         "unsure": Unsure,
         "failing": Failing,
+        "failing-first": FailingFirst,
         "never": Never,
         "endless": Endless,
     }
@@ -256,6 +271,21 @@ def test_time_that_is_left_goes_to_the_later_attacks(tiny_model: Truncated) -> N
     made = [Step("never", weight=3), Step("endless")]
     first, second = attack_all(released(model, [5]), model, 0, 0.4, silent, made)
     assert first.allowed == pytest.approx(0.3, abs=0.01) and second.allowed > 0.3
+
+
+def test_what_reads_one_prompt_goes_first_with_the_others(tiny_model: Truncated) -> None:
+    """An attack that is slow and reads nothing must not take the time of one that reads."""
+    model, seconds = tiny_model("llama", 1), 12.0
+    shown = released(model, [5, 3], [7], *([i, 4] for i in range(10, 30)))
+    slow, reads = attack_all(shown, model, 0, seconds, silent, steps("endless", "knowing"))
+    assert sorted(reads.results) == list(range(len(shown))) and reads.status == RAN
+    assert slow.allowed < 0.2 * seconds  # only the look's share; an attack behind it has nothing left to do
+
+
+def test_an_attack_that_failed_once_is_told_of(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 1)
+    (one,) = attack_all(released(model, [5], [7, 8]), model, 0, 60.0, silent, steps("failing-first"))
+    assert one.status == CRASHED and one.reason == "RuntimeError: no convergence" and sorted(one.results) == [0, 1]
 
 
 # ---- the whole

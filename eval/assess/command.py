@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -109,7 +110,8 @@ def assess(config: AttackConfig, minutes: float = 10.0, progress: Progress = sil
     cases = [*job.cases, *_planted_cases(job, texts)]
     released = _release(job, job.channel, cases)
     shown = [observation for observation, _ in released]
-    attempts = attack_all(shown, job.model, job.config.seed, 60 * minutes, progress, ATTACKS)
+    believed = partial(_believed, job.model)
+    attempts = attack_all(shown, job.model, job.config.seed, 60 * minutes, progress, ATTACKS, believed)
     readings = _readings(job.model, cases, attempts)
     own, extra = readings[: len(job.cases)], readings[len(job.cases) :]
     guessed = _guessed(job, progress)
@@ -189,11 +191,7 @@ def _readings(model: TruncatedModel, cases: Sequence[Case], attempts: Sequence[A
         if not found:
             readings.append(Reading(case, None, None, None))
             continue
-        sure = max(verified(result) for _, result in found)
-        found = [(name, result) for name, result in found if verified(result) == sure]
-        name, result = found[0]
-        if len(found) > 1 and not sure:
-            name, result = max(found, key=lambda one: _likelihood(model, one[1].ids))
+        name, result = max(found, key=lambda one: _believed(model, one[1]))
         readings.append(Reading(case, name, result, _scored(model, result, case)))
     return readings
 
@@ -201,6 +199,11 @@ def _readings(model: TruncatedModel, cases: Sequence[Case], attempts: Sequence[A
 def _scored(model: TruncatedModel, result: AttackResult, case: Case) -> Score:
     truth = _truth(case)
     return score(result, replace(truth, text=model.text(truth.tokens)))
+
+
+def _believed(model: TruncatedModel, result: AttackResult) -> tuple[int, float]:
+    """Return how far the attacker believes an answer: by tokens that are sure, then by how likely its text is."""
+    return verified(result), _likelihood(model, result.ids)
 
 
 @torch.inference_mode()

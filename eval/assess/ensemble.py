@@ -1,15 +1,16 @@
-"""Attack observations with every attack that applies, the cheapest first, each for its share of the time."""
+"""Attack observations with every attack that applies: a look at one prompt first, then those that read most of it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hiddenlab import registry
 from hiddenlab.base import Attack
 from hiddenlab.errors import HiddenlabError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.text import first_line
-from hiddenlab.types import AttackResult, Observation, Progress
+from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Step:
 
 
 TOGETHER = 2  # prompts that an attack gets at once; running out of time costs what it read of these
+LOOK = 0.25  # of the time, for a look at one prompt with each attack
+LEAD = 0.75  # of the time behind the look, for the attack that read most of that prompt
 # In the order of their cost, each with what it reads.
 ATTACKS = (
     Step("vocab-match:setup=quick,budget=256", weight=2),  # rows as they are, permuted, or behind secret maps
@@ -60,7 +63,7 @@ class Attempt:
 
     attack: str
     allowed: float = 0.0
-    status: str = RAN
+    status: str = DONE_BEFORE
     seconds: float = 0.0
     reason: str = ""
     results: dict[int, AttackResult] = field(default_factory=dict)
@@ -83,78 +86,126 @@ def attack_all(
     seconds: float,
     progress: Progress,
     steps: Sequence[Step],
+    promise: Callable[[AttackResult], Any] = verified,
 ) -> list[Attempt]:
     """Attack observations of one channel with one attack after another, until every prompt is solved.
 
-    An attack gets its share of the time that is left; what it does not use goes to those behind it. Prompts that are
-    solved are not attacked again.
+    A quarter of the time goes to a look: each attack, the cheapest first, gets the shortest prompt. Then the attack
+    that read most of it gets three quarters of the time that is left for all prompts, and the others follow, what read
+    nothing last. Within each of the two parts an attack leaves the time that it does not use to those behind it.
+    Prompts that are solved are not attacked again.
 
     Args:
-        seconds: for all attacks together.
+        seconds: for all attacks together. promise: how much the attacker believes an answer; the larger the better.
+
+    Returns:
+        What each attack did, in the order of ``steps``.
     """
-    all_rows = observations[0].info.positions is None
-    begun, left_over, attempts = time.monotonic(), list(range(len(observations))), list[Attempt]()
-    for number, step in enumerate(steps):
-        left = seconds - (time.monotonic() - begun)
-        attempt = Attempt(step.attack, left * step.weight / sum(later.weight for later in steps[number:]))
-        attempts.append(attempt)
-        if not left_over:
-            attempt.status = DONE_BEFORE
-        elif step.missing and all_rows:
-            attempt.status, attempt.reason = NOT_APPLICABLE, "every token has a row"
-        else:
-            _run(attempt, [(i, observations[i]) for i in left_over], model, seed, progress)
-            left_over = [
-                i
-                for i in left_over
-                if i not in attempt.results or not solved(attempt.results[i], observations[i])
-            ]
-    return attempts
+    facts, looked, begun = observations[0].info, list[_Run](), time.monotonic()
+    runs = [_Run(step, Attempt(step.attack), model, seed, progress, facts) for step in steps]
+    shortest = min(range(len(observations)), key=lambda i: len(observations[i].states))
+
+    def open_of(prompts: Sequence[int]) -> list[tuple[int, Observation]]:
+        found = [run.attempt.results for run in runs]
+        return [
+            (i, observations[i])
+            for i in prompts
+            if not any(i in results and solved(results[i], observations[i]) for results in found)
+        ]
+
+    def spend(order: Sequence[_Run], prompts: Sequence[int], ends: float, lead: float) -> None:
+        for number, run in enumerate(order):
+            if not (left_over := open_of([i for i in prompts if i not in run.attempt.results])):
+                continue
+            left = begun + ends - time.monotonic()
+            share = run.step.weight / sum(later.step.weight for later in order[number:])
+            run.go(left_over, left * max(share, lead if number == 0 else 0.0))
+
+    if len(observations) > 1:  # with one prompt there is nothing to learn from it for others
+        spend(runs, [shortest], LOOK * seconds, 0.0)
+        looked = [run for run in runs if shortest in run.attempt.results]
+        looked.sort(key=lambda run: promise(run.attempt.results[shortest]), reverse=True)
+    lead = LEAD if looked else 0.0
+    spend([*looked, *(run for run in runs if run not in looked)], range(len(observations)), seconds, lead)
+    return [run.attempt for run in runs]
 
 
-def _run(
-    attempt: Attempt,
-    prompts: Sequence[tuple[int, Observation]],
-    model: TruncatedModel,
-    seed: int,
-    progress: Progress,
-) -> None:
-    """Run one attack for its time, and write down what it did."""
-    begun = time.monotonic()
+class _Run:
+    """One attack on its way: prepared once, and given prompts and time in parts."""
 
-    def tell(what: str, done: int, total: int) -> None:
-        progress(f"{attempt.attack}: {what}", done, total)
-        if time.monotonic() - begun > attempt.allowed:
-            raise _OutOfTimeError
+    def __init__(
+        self,
+        step: Step,
+        attempt: Attempt,
+        model: TruncatedModel,
+        seed: int,
+        progress: Progress,
+        info: ObservationInfo,
+    ) -> None:
+        self.step, self.attempt = step, attempt
+        self._model, self._seed, self._progress, self._info = model, seed, progress, info
+        self._attack: Attack | None = None
+        self._refused = False  # whatever the prompt
 
-    try:
-        attack: Attack = registry.build("attacks", attempt.attack)
+    def go(self, prompts: Sequence[tuple[int, Observation]], allowed: float) -> None:
+        """Attack some prompts for some time, and write down what came of it."""
+        attempt, begun = self.attempt, time.monotonic()
+        if self._refused:
+            return
+        if self.step.missing and self._info.positions is None:
+            self._refused, attempt.status, attempt.reason = True, NOT_APPLICABLE, "every token has a row"
+            return
+        attempt.allowed += allowed
+
+        def tell(what: str, done: int, total: int) -> None:
+            self._progress(f"{attempt.attack}: {what}", done, total)
+            if time.monotonic() - begun > allowed:
+                raise _OutOfTimeError
+
+        status, reason = RAN, ""
+        try:
+            attack = self._prepared(tell)
+            size = min(attack.batch, TOGETHER)
+            for start in range(0, len(prompts), size):
+                tell("prompts", start, len(prompts))
+                reason = self._recover(attack, prompts[start : start + size]) or reason
+            if not attempt.results:
+                status = NOT_APPLICABLE
+        except NotApplicableError as error:
+            self._refused, status, reason = True, NOT_APPLICABLE, first_line(error)
+        except _OutOfTimeError:
+            status, reason = OUT_OF_TIME, "more time was needed"
+        except Exception as error:  # an attack that fails must not look like a defense that holds
+            kind = "" if isinstance(error, HiddenlabError) else f"{type(error).__name__}: "
+            status, reason = CRASHED, kind + first_line(error)
+        attempt.seconds += time.monotonic() - begun
+        if attempt.status != CRASHED:  # one that failed once is told of, whatever it did afterwards
+            attempt.status, attempt.reason = status, reason
+
+    def _prepared(self, tell: Progress) -> Attack:
+        """Return the attack behind its preparation, which is begun again where it did not end."""
+        if self._attack is not None:
+            self._attack.progress = tell
+            return self._attack
+        attack: Attack = registry.build("attacks", self.step.attack)
         attack.progress, attack.learns = tell, False
-        tell("begins", 0, len(prompts))
-        attack.fit(prompts[0][1].info, model, seed)
-        size = min(attack.batch, TOGETHER)
-        for start in range(0, len(prompts), size):
-            tell("prompts", start, len(prompts))
-            _recover(attempt, attack, prompts[start : start + size])
-        if not attempt.results:
-            attempt.status = NOT_APPLICABLE
-    except NotApplicableError as error:
-        attempt.status, attempt.reason = NOT_APPLICABLE, first_line(error)
-    except _OutOfTimeError:
-        attempt.status, attempt.reason = OUT_OF_TIME, f"after {attempt.allowed:.0f} s"
-    except Exception as error:  # an attack that fails must not look like a defense that holds
-        kind = "" if isinstance(error, HiddenlabError) else f"{type(error).__name__}: "
-        attempt.status, attempt.reason = CRASHED, kind + first_line(error)
-    attempt.seconds = time.monotonic() - begun
+        tell("begins", 0, 0)
+        attack.fit(self._info, self._model, self._seed)
+        self._attack = attack
+        return attack
 
+    def _recover(self, attack: Attack, group: Sequence[tuple[int, Observation]]) -> str:
+        """Recover some prompts; those that the attack cannot use are left out, and not the others with them.
 
-def _recover(attempt: Attempt, attack: Attack, group: Sequence[tuple[int, Observation]]) -> None:
-    """Recover some prompts; those that the attack cannot use are left out, and not the others with them."""
-    try:
-        found = attack.recover_batch([observation for _, observation in group])
-        attempt.results |= {i: result for (i, _), result in zip(group, found, strict=True)}
-    except NotApplicableError as error:
-        attempt.reason = first_line(error)
-        if len(group) > 1:
-            for one in group:
-                _recover(attempt, attack, [one])
+        Returns:
+            Why it could not use one of them, or nothing.
+        """
+        try:
+            found = attack.recover_batch([observation for _, observation in group])
+        except NotApplicableError as error:
+            if len(group) > 1:
+                for one in group:
+                    self._recover(attack, [one])
+            return first_line(error)
+        self.attempt.results |= {i: result for (i, _), result in zip(group, found, strict=True)}
+        return ""
