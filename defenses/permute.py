@@ -51,6 +51,9 @@ class HiddenPermutation(Stage):
         columns = _draw_columns(states, generator, shared=self.mode == "shared")
         return _shuffle_columns(states, columns), None, {"columns": columns}
 
+    def undo(self, states: Float[Tensor, "rows d"], details: dict[str, Any]) -> Float[Tensor, "rows d"]:
+        return _restore_columns(states, details["columns"])
+
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return _with_columns(info, self.mode)
 
@@ -73,6 +76,9 @@ class Factorized2D(Stage):
         columns = _draw_columns(states, generator, shared=False)
         released, order = _shuffle_rows(_shuffle_columns(states, columns), generator)
         return released, order, {"columns": columns}
+
+    def undo(self, states: Float[Tensor, "rows d"], details: dict[str, Any]) -> Float[Tensor, "rows d"]:
+        return _restore_columns(states, details["columns"])
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return replace(_with_columns(info, "per-row"), rows_permuted=True)
@@ -107,6 +113,12 @@ def _shuffle_columns(
     states: Float[Tensor, "rows d"], columns: Int[Tensor, "rows d"]
 ) -> Float[Tensor, "rows d"]:
     return states.gather(1, columns.to(states.device, torch.int64))
+
+
+def _restore_columns(
+    states: Float[Tensor, "rows d"], columns: Int[Tensor, "rows d"]
+) -> Float[Tensor, "rows d"]:
+    return torch.empty_like(states).scatter_(1, columns.to(states.device, torch.int64), states)
 
 
 def _with_columns(info: ObservationInfo, mode: str) -> ObservationInfo:

@@ -34,10 +34,19 @@ class Orthogonal(Stage):
         if self.fresh == "prompt":
             drawn = orthogonal(width, generator)
             return states @ drawn.to(states), None, {"map": drawn}
-        # An even map takes a row to an even direction: drawing that is the same, and takes no matrix for each row.
-        turned = torch.randn(rows, width, generator=generator, dtype=torch.float64)
-        turned *= states.double().norm(dim=1, keepdim=True).to(turned) / turned.norm(dim=1, keepdim=True)
-        return turned.to(states), None, {}
+        # An even map takes a row to an even direction. So does a mirror between the row and a direction that is drawn,
+        # which takes no matrix for each row.
+        plain = torch.nn.functional.normalize(states.double().cpu(), dim=1)
+        drawn = torch.nn.functional.normalize(
+            torch.randn(rows, width, generator=generator, dtype=torch.float64), dim=1
+        )
+        mirrors = torch.nn.functional.normalize(plain - drawn, dim=1)
+        return _mirrored(states, mirrors), None, {"mirrors": mirrors}
+
+    def undo(self, states: Rows, details: dict[str, Any]) -> Rows:
+        if "mirrors" in details:
+            return _mirrored(states, details["mirrors"])
+        return states @ details["map"].T.to(states)
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return with_map(info, "columns" if self.fresh == "prompt" else "each-row")
@@ -48,6 +57,12 @@ class Orthogonal(Stage):
             f"{self.spec}: the attacker sees turned rows in order and knows the model; "
             f"only the provider knows the maps ({scope})"
         )
+
+
+def _mirrored(states: Rows, mirrors: Rows) -> Rows:
+    """Return each row behind its own mirror, given by the unit normal; mirroring twice changes nothing."""
+    exact, normals = states.double(), mirrors.to(states.device)
+    return (exact - 2 * (exact * normals).sum(1, keepdim=True) * normals).to(states)
 
 
 class RowMixing(Stage):
@@ -72,6 +87,9 @@ class RowMixing(Stage):
         else:
             drawn = torch.randn(rows, rows, generator=generator, dtype=torch.float64) / rows**0.5
         return drawn.to(states) @ states, None, {"mixing": drawn}
+
+    def undo(self, states: Rows, details: dict[str, Any]) -> Rows:
+        return torch.linalg.solve(details["mixing"].to(states.device), states.double()).to(states)
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return with_map(info, "rows")

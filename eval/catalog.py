@@ -48,6 +48,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "order": PLAIN,
             "invariants": PLAIN,
         },
+        "Which defense holds?": {"leaderboard": Effort("hours: ten to twenty minutes a defense and layer")},
         "What do noise and quantization hide, and what do they cost?": {
             "table-13": PLAIN,
             "table-18": PLAIN,

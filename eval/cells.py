@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, NotRequired
 
 from pydantic import with_config
 from typing_extensions import TypedDict
@@ -44,6 +44,13 @@ Figures = dict[str, dict[str, float]]  # name -> value, low, high, n
 Result = dict[str, Any]  # of the form ``CellResult``
 
 
+class Worded(NamedTuple):
+    """What a measure returns that says more than numbers; the words become further labels of the cell's row."""
+
+    figures: Figures
+    words: dict[str, str]
+
+
 @with_config(OPEN)
 class Made(TypedDict, total=False):
     """The commits of the code that measured a cell, and its environment."""
@@ -63,6 +70,7 @@ class CellResult(TypedDict):
     status: Literal["measured", "not run"]
     reason: str | None
     figures: dict[str, Figure]
+    words: NotRequired[dict[str, str]]
     seconds: Finite
     made: Made
 
@@ -317,7 +325,8 @@ def measure_cell(cell: Cell, home: Path, fresh: bool = False, progress: Progress
     }  # fmt: skip
     started = time.perf_counter()
     try:
-        result["figures"] = measure(dict(cell.spec), folder, progress)
+        found = measure(dict(cell.spec), folder, progress)
+        result |= found._asdict() if isinstance(found, Worded) else {"figures": found}
     except HiddenlabError as error:
         result |= {"status": NOT_RUN, "reason": str(error), "figures": {}}
     result["seconds"] = time.perf_counter() - started
@@ -349,7 +358,7 @@ def row_of(cell: Cell, result: Result) -> dict[str, Any]:
     """Return a row of the table: its labels, the measured figures and the paper's."""
     made = result.get("made", {})
     return {
-        "keys": dict(cell.keys),
+        "keys": {**cell.keys, **result.get("words", {})},
         "figures": result.get("figures", {}),
         "paper": dict(cell.paper),
         "status": result.get("status", NOT_RUN),

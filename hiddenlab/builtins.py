@@ -80,6 +80,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "noise-utility": "hiddenlab.eval.tables.noise:noise_utility",
         "order": "hiddenlab.eval.tables.noise:order",
         "invariants": "hiddenlab.eval.tables.invariants:invariants",
+        "leaderboard": "hiddenlab.eval.tables.leaderboard:leaderboard",
         "gap": "hiddenlab.eval.tables.sharding:gap",
         "gap-plans": "hiddenlab.eval.tables.sharding:gap_plans",
         "partial-sums": "hiddenlab.eval.tables.sharding:partial_sums",
@@ -113,6 +114,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     },
     "measures": {
         "attack": "hiddenlab.eval.measures.attack:attack",
+        "assess": "hiddenlab.eval.assess.cell:assessment",
         "architecture": "hiddenlab.eval.measures.architectures:architecture",
         "encoder": "hiddenlab.eval.measures.architectures:encoder",
         "planted": "hiddenlab.eval.measures.diagnosis:planted",

@@ -22,6 +22,7 @@ from hiddenlab.models.quantized import quiet_bitsandbytes
 from hiddenlab.models.request import packs
 from hiddenlab.stages import (
     Defense,
+    Stage,
     build_defense,
     check_release,
     has_unknown_strength,
@@ -310,6 +311,23 @@ class Channel:
             # Who sees some rows of a prompt also knows its length and their positions.
             info = replace(info, positions=order, facts={**info.facts, "tokens": rows})
         return Observation(states.clone().contiguous(), info), GroundTruth(prepared.tokens, order, details)
+
+    def received(self, observation: Observation, truth: GroundTruth) -> Float[Tensor, "rows d"]:
+        """Return released states as the rightful receiver gets them, who knows what the stages drew.
+
+        Row orders are undone here, and each stage undoes what else it can (``Stage.undo``), the last one first.
+        """
+        drawn, seen = list[tuple[Defense, dict[str, Any]]](), dict[str, Any]()
+        for defense in self.defenses:
+            own = truth.details.get(key := _unused(defense.spec, seen), {})
+            seen |= {key: own} if own else {}
+            drawn.append((defense, own))
+        states = observation.states
+        for defense, own in reversed(drawn):
+            if not selects_rows(defense) and own.get("row_order") is not None:
+                states = states[torch.tensor(own["row_order"]).argsort()]
+            states = defense.undo(states, own) if isinstance(defense, Stage) else states
+        return states
 
     def __repr__(self) -> str:
         stages = (

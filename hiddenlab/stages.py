@@ -70,6 +70,13 @@ class Stage:
     ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
         return states, None, {}
 
+    def undo(self, states: Float[Tensor, "rows d"], details: dict[str, Any]) -> Float[Tensor, "rows d"]:
+        """Return released states as one gets them who knows the secret details that ``states`` returned.
+
+        It measures what a defense costs its rightful user; no attack calls it. Rows are in their first order already.
+        """
+        return states
+
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return info
 

@@ -112,6 +112,33 @@ def test_a_permutation_is_uniform() -> None:
     assert len(counts) == 6 and int((counts - 1000).abs().max()) < 150  # five standard deviations
 
 
+MAPS = ["orthogonal", "orthogonal:fresh=row", "row-mixing:kind=orthogonal"]
+
+
+@given(specs=st.lists(st.sampled_from([*PERMUTATIONS, *MAPS]), max_size=3), seed=st.integers(0, 2**31 - 1))
+@settings(max_examples=25, deadline=None)
+def test_who_knows_what_was_drawn_gets_the_states_back(
+    model: TruncatedModel, specs: list[str], seed: int
+) -> None:
+    channel = Channel.parse(specs)
+    observation, secret = channel.release(model, TOKENS, seed)
+    back = channel.received(observation, secret)
+    assert torch.allclose(back, plain(model), atol=1e-4)
+
+
+def test_a_mixture_is_solved_for_by_who_knows_it(model: TruncatedModel) -> None:
+    channel = Channel.parse(["row-mixing", "orthogonal"])
+    back = channel.received(*channel.release(model, TOKENS, 5))
+    assert torch.allclose(back, plain(model), atol=1e-3)
+
+
+def test_what_rounding_loses_no_receiver_gets_back(model: TruncatedModel) -> None:
+    channel = Channel.parse(["round:int8", "orthogonal:fresh=row", "seq-perm"])
+    rounded = release(model, "round:int8")[0].states
+    back = channel.received(*channel.release(model, TOKENS, 3))
+    assert torch.allclose(back, rounded, atol=1e-5) and not torch.allclose(back, plain(model), atol=1e-3)
+
+
 # ---- noise and prefix
 
 

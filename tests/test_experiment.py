@@ -414,6 +414,31 @@ def test_eval_measures_what_defenses_cost(
     assert questions["reason"] == "the hub cannot be reached"
 
 
+def test_utility_behind_a_layer_is_of_who_may_undo_the_defense(
+    tiny: Callable[..., str], tmp_path: Path
+) -> None:
+    spec = {
+        "model": tiny("llama", tokenizer=True), "prompts": few(["hello", "abc"], tmp_path), "limit": 2,
+        "max_tokens": 5, "seed": 0, "device": "cpu", "dtype": "float32",
+    }  # fmt: skip
+
+    def kl(*defense: str, **site: Any) -> float:
+        figures = measures.utility({**spec, "defense": list(defense), **site}, tmp_path)
+        assert figures["perplexity"]["value"] == pytest.approx(figures["clean_perplexity"]["value"], rel=0.3)
+        return figures["kl"]["value"]
+
+    at = {"layer": 1, "stream": "resid"}
+    assert kl("2d-perm", "orthogonal", **at) == pytest.approx(0, abs=1e-4)
+    assert 1e-6 < kl("round:int8", "seq-perm", **at) < kl("round:float8_e5m2", "seq-perm", **at)
+    # Behind a layer of the same model noise does what it does to the whole.
+    noise = "gaussian:sigma=0.05"
+    assert kl(noise, **at) == pytest.approx(kl(noise), rel=1e-3)
+    with pytest.raises(NotApplicableError, match="no states"):
+        kl("project:count=4", **at)
+    with pytest.raises(NotApplicableError, match="not known"):
+        kl("seq-perm", layer=1, stream="k")
+
+
 @pytest.mark.slow
 def test_cells_over_processes(tiny: Callable[..., str], tmp_path: Path) -> None:
     common = {

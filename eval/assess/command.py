@@ -48,9 +48,6 @@ from hiddenlab.utils.random import generator
 FORMAT = 1
 PROMPTS = 20  # of the shipped ones, where none are named
 UTILITY_TOKENS = 128  # of each text
-NO_UTILITY = (
-    "not measured: the defense changes the released states, and what a receiver does with them is not known"
-)
 
 
 @dataclass(frozen=True)
@@ -297,15 +294,15 @@ def _told(attempt: Attempt, readings: Sequence[Reading]) -> dict[str, Any]:
 
 
 def _utility(job: Job, progress: Progress) -> dict[str, Any]:
-    """Return what the defense does to the model's own answers, or why that was not measured."""
-    if any(overrides(defense, "states") for defense in job.channel.defenses):
-        return {"reason": NO_UTILITY}
+    """Return what the defense does to the model's own answers, for who may undo it, or why that was not measured."""
     asked = job.config
-    spec = {
+    spec: dict[str, Any] = {
         "model": asked.model, "prompts": asked.prompts or "builtin", "limit": asked.limit,
         "max_tokens": asked.max_tokens or UTILITY_TOKENS, "defense": list(asked.defense), "seed": asked.seed,
         "device": asked.device, "dtype": asked.dtype,
     }  # fmt: skip
+    if any(overrides(defense, "states") for defense in job.channel.defenses):
+        spec |= {"layer": job.model.site.layer, "stream": job.model.site.stream}
     try:
         return dict(utility(spec, Path(), progress))
     except NotApplicableError as error:

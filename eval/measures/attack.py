@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from hiddenlab import registry
 from hiddenlab.channels import Channel
@@ -14,7 +16,8 @@ from hiddenlab.errors import NotApplicableError
 from hiddenlab.eval.cells import RUN, Figures
 from hiddenlab.eval.measures.intervals import Estimate, mean, ratio, share
 from hiddenlab.matching.distance import choose_matcher
-from hiddenlab.models import load_model
+from hiddenlab.models import Request, TruncatedModel, load_model
+from hiddenlab.models.rest import load_rest
 from hiddenlab.prompts import load_prompts
 from hiddenlab.proposals.store import pairwise_order_for
 from hiddenlab.records import RECORD, read_run
@@ -108,19 +111,49 @@ def thresholds(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     return {name: exactly(value, spec["texts"]) for name, value in figures.items()}
 
 
+class _Answers:
+    """What a model says of the next tokens of a text that passes a channel."""
+
+    def __init__(self, model: TruncatedModel, spec: dict[str, Any]) -> None:
+        self.model, self.seed = model, spec["seed"]
+        self.rest = None if model.site.stream == "logits" else load_rest(model, spec["dtype"])
+        if self.rest is None and model.site.stream != "logits":
+            raise NotApplicableError("what a receiver does with these states is not known")
+
+    def behind(self, channel: Channel, prompt: Sequence[int], number: int) -> Float[Tensor, "n v"]:
+        """Return the log-probabilities of the token after each token of a prompt."""
+        observation, truth = channel.release(self.model, prompt, generator(self.seed, "release", number))
+        if self.rest is None:
+            return observation.states.float().log_softmax(-1)
+        states = channel.received(observation, truth).to(self.model.dtype)
+        if states.shape[1] != self.model.width:
+            raise NotApplicableError("the released rows are no states, and no receiver goes on from them")
+        (answer,) = self.rest.layers.run([Request(self.rest.layers.prefix(), states)], keep=False)
+        return self.rest.log_probs(answer.states)
+
+
 def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
     """Measure how a defense degrades the model itself: perplexity, KL from the clean model, top-1 agreement.
 
-    Texts pass the channel at the stream ``logits`` of the whole model, beside a clean pass of the same weights. Both
-    are teacher-forced: the model predicts every token of the text after the first.
+    Texts pass the channel at the stream ``logits`` of the whole model, beside a clean pass of the same weights. With a
+    ``layer`` they pass it there: the rightful receiver undoes what he can, and the layers behind it, with their full
+    weights, compute the rest. Both passes are teacher-forced: the model predicts every token of the text after the
+    first.
 
     Args:
-        spec: model, prompts, limit, max_tokens, defense (a list), seed, device, dtype.
+        spec: model, prompts, limit, max_tokens, defense (a list), seed, device, dtype; layer and stream, or neither.
+
+    Raises:
+        NotApplicableError: only some rows are released, or the model cannot go on from its states.
     """
-    model = load_model(spec["model"], stream="logits", device=spec["device"], dtype=spec["dtype"])
     clean, defended = Channel.parse([]), Channel.parse(spec["defense"])
     if defended.whole().specs != defended.specs:
         raise NotApplicableError("a channel that shows only some rows leaves the model itself as it is")
+    model = load_model(
+        spec["model"], spec.get("layer"), stream=spec.get("stream", "logits"), device=spec["device"],
+        dtype=spec["dtype"],
+    )  # fmt: skip
+    said = _Answers(model, spec)
     texts = load_prompts(spec["prompts"], limit=spec["limit"])
     tokens = [model.tokenize(text, spec["max_tokens"]) for text in texts]
     tokens = [prompt for prompt in tokens if len(prompt) > 1]
@@ -128,13 +161,7 @@ def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
         raise NotApplicableError("no prompt has two tokens")
     rows: list[tuple[int, float, float, float, float]] = []
     for i, prompt in enumerate(tokens):
-        plain, changed = (
-            channel.release(model, prompt, generator(spec["seed"], "release", i))[0]
-            .states[:-1]
-            .float()
-            .log_softmax(-1)
-            for channel in (clean, defended)
-        )
+        plain, changed = (said.behind(channel, prompt, i)[:-1] for channel in (clean, defended))
         following = torch.tensor(prompt[1:], device=plain.device)[:, None]
         rows.append(
             (

@@ -11,6 +11,7 @@ from hiddenlab.records import RECORD, read_run
 from hiddenlab.report.answers import answer, defense_of, verifies
 from hiddenlab.report.data import Picture, Run, Study
 from hiddenlab.report.html import pages
+from hiddenlab.report.leaderboard import gathered
 from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, measured, table_page
 from hiddenlab.summary import FIGURES, figure, summarise
 from hiddenlab.text import markdown as escaped
@@ -85,7 +86,7 @@ def load(paths: Sequence[Path]) -> tuple[list[Run], list[Study]]:
             tables += inside
         else:
             runs.append(path)
-    return load_runs(runs), [load_study(path) for path in tables]
+    return load_runs(runs), gathered([load_study(path) for path in tables])
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:

@@ -24,7 +24,11 @@ MORE_FIGURES = {
     "kinds_named": "share",
     "rejected": "share",
     "covered": "share",
+    "leak": "share",
+    "control": "share",
     "over_plain": "times",
+    "time_over_plain": "times",
+    "bytes_over_plain": "times",
     "perplexity": "number",
     "kl": "number",
 }
