@@ -326,7 +326,7 @@ def test_measured_thresholds_lie_between_floor_and_gap(
 def sample(right: Tensor, wrong: Tensor, sinks: int = 0) -> Sample:
     """The first so many rows are ten times as long as the others."""
     norms = 1.0 + 9.0 * (torch.arange(len(right)) < sinks)
-    return Sample(right.float(), wrong.float(), norms)
+    return Sample(right.float(), wrong.float(), norms, torch.arange(len(norms)))
 
 
 def test_thresholds_from_distances() -> None:
@@ -382,7 +382,11 @@ def test_the_chance_of_a_wrong_match_is_known_beyond_what_was_met(numbers: int) 
     wrong = torch.rand(2000, 4, generator=seeded()) ** (1 / numbers)
     norms = torch.ones(2000)
     for limit in (0.003, 0.2):
-        found = Threshold(limit, 0.0, 1.0).seen_on(Sample(torch.zeros(2000), wrong, norms)).chance
+        found = (
+            Threshold(limit, 0.0, 1.0)
+            .seen_on(Sample(torch.zeros(2000), wrong, norms, torch.arange(2000)))
+            .chance
+        )
         assert limit**numbers / 3 < found < 3 * limit**numbers + 1e-12
 
 

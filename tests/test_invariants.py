@@ -1,5 +1,6 @@
 """Rows behind secret linear maps: what the maps leave, distances by it against slow oracles, and prompts recovered."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import lstsq, orthogonal_procrustes
-from scipy.stats import multivariate_normal
+from scipy.stats import multivariate_normal, norm
 from torch import Tensor
 
 from hiddenlab.attacks.beam_decoding import BeamDecoding
@@ -18,6 +19,7 @@ from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.distance import Matcher, choose_matcher
+from hiddenlab.matching.epsilon import Apart, Sample
 from hiddenlab.matching.explained import FLOOR, USUAL, explained_by
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.expected_states import RIDGE, ExpectedStates
@@ -238,6 +240,21 @@ def test_coordinates_are_explained_as_by_the_normal_density() -> None:
         matcher = matcher.behind(rows[place : place + 1])
 
 
+def test_what_explains_rows_follows_two_hypotheses_apart() -> None:
+    """Long enough for the buffer of coordinates to grow twice."""
+    expected, rows = expectation(40), drawn(20, 40, seed=8)
+    matcher = behind(COLUMNS, rows @ orthogonal(40, seeded()).float(), rows[:7])
+    explained = explained_by(matcher.frame, expected)
+    assert explained is not None and matcher.frame is not None
+    explained.scores(matcher.frame)
+    forks = [explained.fork(), explained.fork()]
+    for fork, others in zip(forks, (rows[7:19], drawn(12, 40, seed=9)), strict=True):
+        own = matcher.behind(others)
+        alone = explained_by(own.frame, expected)
+        assert alone is not None and own.frame is not None
+        assert torch.allclose(fork.scores(own.frame), alone.scores(own.frame), atol=1e-3)
+
+
 def test_the_space_is_explained_by_the_nearest_state_within_it() -> None:
     """The nearest in units of the errors, by least squares for every token."""
     expected, rows = expectation(), drawn(3, 10, seed=8)
@@ -316,6 +333,39 @@ def test_rows_of_another_prompt_are_not_verified(tiny_model: LoadModel, spec: st
     noisy = observation.states + 0.3 * observation.states.std() * drawn(*observation.states.shape)
     found = VocabMatch().fit(observation.info, model).recover(replace(observation, states=noisy))
     assert sum(token.verified for token in found.tokens) <= 1
+
+
+@given(
+    right=st.floats(-5, -3), wrong=st.floats(-2, 0), spread=st.floats(0.1, 1), position=st.integers(0, 40),
+    distance=st.floats(1e-3, 1.0),
+)  # fmt: skip
+def test_a_distance_weighs_as_much_as_two_normal_densities_say(
+    right: float, wrong: float, spread: float, position: int, distance: float
+) -> None:
+    apart = Apart((right, right + 0.5), (wrong, wrong + 0.5), spread)
+    shift = 0.0 if position < 2 else 0.5
+    log = max(math.log(distance), right + shift)
+    slow = norm.logpdf(log, right + shift, spread) - norm.logpdf(log, wrong + shift, spread)
+    assert float(apart.evidence(position, torch.tensor([distance]))) == pytest.approx(
+        slow, abs=1e-2, rel=1e-3
+    )
+
+
+def test_distances_are_learned_position_by_position() -> None:
+    places = torch.arange(1, 4).repeat(50)
+    right, wrong = ((level + 0.1 * drawn(150, seed=i) + places).exp() for i, level in enumerate((-9.0, -6.0)))
+    apart = Apart.of(Sample(right, wrong[:, None], torch.ones(150), places))
+    assert apart.right == pytest.approx((-8, -7, -6), abs=0.1)
+    assert apart.wrong == pytest.approx((-5, -4, -3), abs=0.1) and apart.spread == pytest.approx(0.1, rel=0.2)
+
+
+@pytest.mark.parametrize("spec", ["orthogonal", "row-mixing"])
+def test_behind_noise_prompts_are_read_and_nothing_is_verified(tiny_model: LoadModel, spec: str) -> None:
+    model = tiny_model("llama", 1)
+    observation = released(model, "gaussian:sigma=0.005", spec)
+    found = VocabMatch(proposal="probe").fit(observation.info, model).recover(observation)
+    assert found.ids == TOKENS and not any(token.verified for token in found.tokens)
+    assert [token.row for token in found.tokens] == list(range(len(TOKENS)))
 
 
 def test_attacks_that_take_rows_for_states_refuse(tiny_model: LoadModel) -> None:

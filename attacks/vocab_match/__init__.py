@@ -443,12 +443,11 @@ class VocabMatch(Attack):
         return recoveries
 
     def _tasks(self, observations: Sequence[Observation], model: TruncatedModel) -> list[Task]:
-        assert self._prepared is not None
-        info, matcher = self._prepared.info, self._prepared.matcher
-        proposer, threshold = self._prepared.proposer, self._prepared.threshold
-        expected = self._prepared.expected
-        states = [o.states.to(model.device).float() for o in observations]
-        scores = ids = [None] * len(states)
+        prepared = self._prepared
+        assert prepared is not None
+        info, matcher, expected = prepared.info, prepared.matcher, prepared.expected
+        proposer, threshold = prepared.proposer, prepared.threshold
+        scores = ids = [None] * len(states := [o.states.to(model.device).float() for o in observations])
         if proposer.probe is not None and self.search == "speculative":
             counts = [len(s) for s in states]
             width = WIDE_SHORTLIST if proposer.asks_model(model.site.layer) else SHORTLIST
@@ -473,7 +472,8 @@ class VocabMatch(Attack):
                     score,
                     overlapping=not (threshold.separable or threshold.absolute),
                     explained=explained_by(bound.frame, expected),
-                    screen=self._prepared.screen,
+                    apart=threshold.apart,
+                    screen=prepared.screen,
                 )
             )
         return tasks

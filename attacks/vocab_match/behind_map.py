@@ -3,21 +3,31 @@
 The first row has no row before it, so that little tells its token. It is compared with the states of all one-token
 prompts. Of the tokens that come near enough, the one is taken behind which a second token is found. Each later token is
 searched like one of a plain observation.
+
+Behind noise right and wrong candidates overlap. There several hypotheses are kept, and each candidate is weighed by its
+distance in the context of its own hypothesis, and by the language model. Nothing is verified.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from hiddenlab.attacks.vocab_match.task import Task, Trials, find_next
 from hiddenlab.matching.batching import ForwardCall, Search
+from hiddenlab.matching.epsilon import Apart
 from hiddenlab.matching.explained import explained_by
+from hiddenlab.matching.ranking import LanguageModel
 from hiddenlab.models import Answer, Request
 from hiddenlab.types import TokenPrediction
 
 OPENINGS = 64  # tokens whose state in the table is nearest to the first row; the model itself runs these
 # Candidates for the second token behind each opening, round after round, until one matches.
 SECOND = (64, 512, 4096)
+# Behind noise: hypotheses kept, and candidates of all of them together that are run, at each position and all later
+# ones. First rows say little, each by one number or two.
+WIDTHS = ((128, 0), (128, 8192), (64, 4096), (32, 2048), (16, 768))
 
 
 def behind_map(task: Task) -> Search:
@@ -25,6 +35,9 @@ def behind_map(task: Task) -> Search:
 
     A first token counts as verified only together with the second, which is found in its context.
     """
+    if task.apart is not None:
+        yield from _behind_noise(task, task.apart)
+        return
     openings = yield from _openings(task)
     yield from _begin(task, openings)
     while len(task.found) < len(task.rows):
@@ -71,3 +84,98 @@ def _take(task: Task, opening: TokenPrediction) -> Search:
     answer: Answer = yield ForwardCall(task.model, Request(task.prefix, chain))
     task.keep(answer, tokens=1)
     task.accept(opening)
+
+
+@dataclass
+class _Grown:
+    """A hypothesis with one token more: a candidate that was run behind it.
+
+    Attributes:
+        score: of all its tokens, in nats. place: of the candidate in the answer.
+    """
+
+    score: float
+    before: Task
+    answer: Answer
+    place: int
+    prediction: TokenPrediction
+
+    def task(self) -> Task:
+        grown = self.before.fork()
+        grown.keep(self.answer, branch=self.place)
+        grown.accept(self.prediction)
+        return grown
+
+
+def _behind_noise(task: Task, apart: Apart) -> Search:
+    """Keep the likeliest hypotheses, and take the best at the end."""
+    norms = task.matcher.norms(task.rows)
+    beam = yield from _beginnings(task, apart, norms)
+    for position in range(1, len(task.rows)):
+        kept, tried = WIDTHS[min(position, len(WIDTHS) - 1)]
+        grown = yield from _grown(
+            beam, min(tried, len(beam) * (task.budget or tried)), position, norms, apart
+        )
+        grown.sort(key=lambda one: one.score, reverse=True)
+        beam = [(one.score, one.task()) for one in grown[:kept]]
+    vars(task).update(vars(max(beam, key=lambda one: one[0])[1]))
+
+
+def _beginnings(task: Task, apart: Apart, norms: Float[Tensor, " rows"]) -> Search:
+    """Return the likeliest first tokens as hypotheses, by the table of one-token states and the language model."""
+    assert task.explained is not None
+    matcher, kept = task.matcher, WIDTHS[0][0]
+    views = torch.cat([matcher.view(part) for part in task.explained.expected.alone()])
+    distances = matcher.table(candidates=views, observed=task.rows[:1])[:, 0]
+    scores = apart.evidence(0, distances / norms[0])
+    if isinstance(task.lm, LanguageModel) and (said := task.lm.model.beginning) is not None:
+        scores = scores + said.to(scores)
+    best = scores.topk(min(kept, task.budget or kept, len(scores)))
+    answer: Answer = yield ForwardCall(
+        task.model, Request(task.prefix, best.indices[:0], branches=best.indices)
+    )
+    return [
+        (
+            score,
+            _Grown(
+                score, task, answer, i, _guess(token, 0, float(distances[token]), len(best.indices))
+            ).task(),
+        )
+        for i, (score, token) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+    ]
+
+
+def _grown(
+    beam: list[tuple[float, Task]], tried: int, position: int, norms: Float[Tensor, " rows"], apart: Apart
+) -> Search:
+    """Run the likeliest next tokens of all hypotheses together, each behind its own, and return the longer ones."""
+    said, values, tokens = list[Tensor | None](), list[Tensor](), list[Tensor]()
+    for score, trial in beam:
+        said.append(None if trial.lm is None else (yield from trial.lm.next_token(trial.tokens)))
+        assert trial.explained is not None
+        likely = trial.proposer.scores(trial.of_rows([position]), said[-1], (trial.explained.weight, 1.0))
+        best = likely.topk(min(tried, len(likely)))
+        values.append(best.values + score)
+        tokens.append(best.indices)
+    least = torch.cat(values).topk(min(tried, sum(map(len, values)))).values[-1]
+    grown = list[_Grown]()
+    for (score, trial), known, value, token in zip(beam, said, values, tokens, strict=True):
+        batch = token[value >= least]
+        if len(batch) == 0:
+            continue
+        answer: Answer = yield ForwardCall(trial.model, Request(trial.prefix, batch[:0], branches=batch))
+        seen, observed = trial.matcher.view(answer.branches), trial.rows[position : position + 1]
+        distances = trial.matcher.table(candidates=seen, observed=observed)[:, 0]
+        totals = score + apart.evidence(position, distances / norms[position])
+        if known is not None:
+            totals = totals + known.to(totals)[batch]
+        each = zip(totals.tolist(), batch.tolist(), distances.tolist(), strict=True)
+        grown += [
+            _Grown(total, trial, answer, i, _guess(one, position, distance, len(batch)))
+            for i, (total, one, distance) in enumerate(each)
+        ]
+    return grown
+
+
+def _guess(token: int, row: int, distance: float, evaluated: int) -> TokenPrediction:
+    return TokenPrediction(token, row, distance, None, evaluated, False)

@@ -1,7 +1,7 @@
 """Hold the state of one prompt under attack, and search its next position; all searches share this step."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hiddenlab.matching.batching import ForwardCall, Search
 from hiddenlab.matching.distance import Matcher
+from hiddenlab.matching.epsilon import Apart
 from hiddenlab.matching.explained import Explained
 from hiddenlab.matching.observed_context import ObservedContext
 from hiddenlab.matching.ranking import LanguageModel, Proposer
@@ -46,6 +47,7 @@ class Task:
         overlapping: right and wrong distances overlapped when the limits were measured, so that a right candidate may
             lie outside of them.
         explained: how likely each token makes a row behind a secret map; in place of the probe.
+        apart: how far right and wrong candidates come behind a secret map and noise.
         screen: runs large batches first, where that is faster; None runs every candidate in the truncated model alone.
         exhausted: vocabulary or budget were used up at some position. foreign: no row looks like a state of this site.
     """
@@ -69,6 +71,7 @@ class Task:
     foreign: bool = False
     overlapping: bool = False
     explained: Explained | None = None
+    apart: Apart | None = None
     screen: Screen | None = None
     shadow: Prefix | None = None
     _table: Float[Tensor, "rows v"] | None = None
@@ -115,6 +118,14 @@ class Task:
         self.prefix.keep(answer, tokens=tokens, branch=branch)
         kept = answer.branches[:0] if branch is None else answer.branches[branch : branch + 1]
         self.matcher = self.matcher.behind(torch.cat([answer.states[:tokens], kept]))
+
+    def fork(self) -> "Task":
+        """Return the same task, to be searched on in another way."""
+        explained = None if self.explained is None else self.explained.fork()
+        other = replace(self, prefix=self.prefix.fork(), found=list(self.found), explained=explained)
+        other.lm = self.lm.fork() if isinstance(self.lm, LanguageModel) else self.lm
+        other.free = list(self.free)
+        return other
 
     def accept(self, prediction: TokenPrediction) -> None:
         self.found.append(prediction)

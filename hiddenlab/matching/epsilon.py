@@ -27,12 +27,54 @@ from hiddenlab.utils.schema import CLOSED
 FALSE_WEIGHT = 10.0  # cost of accepting a wrong candidate, relative to missing a right one
 LIKELY_TWINS = 12  # of a token, at most
 NEAR_TOKENS = 4  # hard negatives a position: tokens with nearby embeddings
-WINDOWS, WINDOWS_PER_PASS = 50, 8
+WINDOWS, WINDOWS_PER_PASS, WINDOW = 50, 8, 32  # the last in tokens
 # A few windows are enough where the nearest wrong candidate is so many times as far as the farthest right one.
 FEW_WINDOWS, CLEAR = 12, 100.0
 ROOM = 16.0  # for candidates by an invariant, in largest distances of right ones
 ENOUGH_FALSE = 10  # wrong candidates within the threshold needed to measure their share directly
 ENOUGH_SINKS = 16  # rows needed to measure a threshold for attention sinks
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far from their rows right and wrong candidates come, where noise makes them overlap.
+
+    Attributes:
+        right, wrong: means of the log of relative distances at each position from the second on. spread: their common
+            standard deviation within a position.
+    """
+
+    __pydantic_config__ = CLOSED
+
+    right: tuple[float, ...]
+    wrong: tuple[float, ...]
+    spread: float
+
+    @classmethod
+    def of(cls, sample: "Sample") -> "Apart":
+        """Learn from positions of windows, but the first ones."""
+        places, at = sample.places.unique(return_inverse=True)
+        means, errors = list[tuple[float, ...]](), list[Tensor]()
+        for distances in (sample.right[:, None], sample.wrong):
+            logs = distances.clamp(min=1e-30).log()
+            mean = torch.stack([logs[at == i].mean() for i in range(len(places))])
+            errors.append((logs - mean[at, None]).flatten())
+            means.append(tuple(mean.tolist()))
+        return cls(means[0], means[1], float(torch.cat(errors).std()))
+
+    def evidence(self, position: int, distances: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
+        """Return how much likelier each relative distance is of a right candidate than of a wrong one, in nats.
+
+        Nearer than right candidates usually come is no better: in few numbers wrong ones are near by chance.
+
+        Args:
+            position: of the row, from 0; the first is told like the second, and those behind the measured ones like the
+                last.
+        """
+        at = min(max(position - 1, 0), len(self.right) - 1)
+        right, wrong = self.right[at], self.wrong[at]
+        middle, logs = (right + wrong) / 2, distances.clamp(min=1e-30).log()
+        return (middle - logs.clamp(min=right)) * max(wrong - right, 0.0) / self.spread**2
 
 
 @dataclass(frozen=True)
@@ -46,7 +88,7 @@ class Threshold:
         chance: share of wrong candidates within the threshold in the measurement, all of them tokens with near
             embeddings (where epsilon was searched: those that the attack tries).
         found: share of tokens found with it, where epsilon was searched. beyond: share of those whose token stood
-            behind all candidates that the search ran.
+            behind all candidates that the search ran. apart: of an invariant behind noise.
     """
 
     __pydantic_config__ = CLOSED
@@ -60,6 +102,7 @@ class Threshold:
     chance: float = 0.0
     found: float | None = None
     beyond: float | None = None
+    apart: Apart | None = None
 
     @property
     def separable(self) -> bool:
@@ -88,16 +131,17 @@ class Sample:
     """Relative distances of right and wrong candidates at positions of the attacker's own sequences.
 
     Attributes:
-        norms: of the observed rows, in the matcher's norm.
+        norms: of the observed rows, in the matcher's norm. places: of the positions in their sequences, from 0.
     """
 
     right: Float[Tensor, " n"]
     wrong: Float[Tensor, "n c"]
     norms: Float[Tensor, " n"]
+    places: Int[Tensor, " n"]
 
     def where(self, which: Bool[Tensor, " n"]) -> "Sample":
         """Return the selected positions."""
-        return Sample(self.right[which], self.wrong[which], self.norms[which])
+        return Sample(self.right[which], self.wrong[which], self.norms[which], self.places[which])
 
 
 def chance_within(apart: Float[Tensor, "..."]) -> float:
@@ -185,7 +229,7 @@ def measure(
         few: take few windows, of texts that are at hand.
     """
     corpus = Corpus(model, seed + 1, language_reference if few else None)
-    windows = [corpus.window()[:32] for _ in range(FEW_WINDOWS if few else WINDOWS)]
+    windows = [corpus.window()[:WINDOW] for _ in range(FEW_WINDOWS if few else WINDOWS)]
     channel = Channel.parse(list(info.channel))
     generator = torch.Generator().manual_seed(seed)
     released = channel.release_batch(model, [w.tolist() for w in windows], generator)
@@ -201,7 +245,7 @@ def measure(
         parents = torch.arange(len(window), device=model.device).repeat_interleave(NEAR_TOKENS)
         prefix = model.prefix(offset=info.prefix_tokens)
         requests.append(Request(prefix, window, branches=near.flatten(), parents=parents))
-    right, wrong, units = [], [], []
+    right, wrong, units, places = [], [], [], []
     for start in range(0, len(requests), WINDOWS_PER_PASS):
         part = model.run(requests[start : start + WINDOWS_PER_PASS], keep=False)
         for answer, (bound, rows) in zip(part, observed[start:], strict=False):
@@ -209,6 +253,7 @@ def measure(
             along, others = bound.along(answer.states, beside)
             # By its invariant a first row is compared with all tokens, and the nearest is taken, whatever its distance.
             later = slice(0 if matcher.invariant is None else 1, None)
+            places.append(torch.arange(len(rows), device=rows.device)[later])
             rows, along, others = rows[later], along[later], others[later]
             norms = matcher.norms(rows)
             right.append(matcher.pairs(candidates=along, observed=rows) / norms)
@@ -216,7 +261,7 @@ def measure(
             distances = matcher.pairs(candidates=others.flatten(0, 1), observed=wide)
             wrong.append(distances.view(-1, NEAR_TOKENS) / norms[:, None])
             units.append(norms)
-    return Sample(torch.cat(right), torch.cat(wrong), torch.cat(units))
+    return Sample(torch.cat(right), torch.cat(wrong), torch.cat(units), torch.cat(places))
 
 
 def near_tokens(
@@ -247,11 +292,14 @@ def _auto(sample: Sample, resolution: float, matcher: Matcher) -> Threshold:
     """Return the threshold of a sample; by an invariant no more than ``ROOM`` times as far as right candidates come.
 
     Behind few known rows an invariant is few numbers, in which wrong candidates of a large vocabulary come far nearer
-    than those of a sample do.
+    than those of a sample do. And the space that noised rows span holds a prompt's later tokens as well as the next. So
+    where noise makes right and wrong overlap, nothing is certain.
     """
     found = auto_threshold(sample, resolution)
-    if matcher.invariant is None or not found.separable:
+    if matcher.invariant is None:
         return found
+    if not found.separable:
+        return replace(found, chance=1.0, apart=Apart.of(sample))
     return replace(found, relative=min(found.relative, max(ROOM * found.floor, resolution))).seen_on(sample)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from copy import copy
 
 import torch
 from jaxtyping import Float
@@ -17,6 +18,7 @@ FLOOR = 30.0
 # are usual.
 USUAL = 3.0
 SURE = 0.9  # share of the likelihood that one token has
+FIRST_COLUMNS = 8  # known rows for which there is room at first
 
 
 class Explained(ABC):
@@ -40,6 +42,10 @@ class Explained(ABC):
         Args:
             frame: of the same observation in every call, behind ever more states.
         """
+
+    def fork(self) -> "Explained":
+        """Return the same, to follow other states from here on."""
+        return copy(self)
 
     def sure(self, frame: Frame | None) -> bool:
         """Return whether one token explains the next row so well that nothing else need be asked."""
@@ -85,7 +91,8 @@ class BySpan(Explained):
 class ByGram(Explained):
     """By the row's coordinates on known rows, and by the norm of its rest.
 
-    Coordinates are kept for every token, and grow by one column with each known row.
+    Coordinates are kept for every token, and grow by one column with each known row, in a buffer that grows by
+    doubling: several hypotheses with buffers of ever new sizes would leave the memory in pieces.
     """
 
     def __init__(self, expected: ExpectedStates) -> None:
@@ -95,9 +102,10 @@ class ByGram(Explained):
         self._triangle = root.new_zeros(
             0, 0
         )  # Cholesky factor of the covariance of errors in these directions
-        # Coordinates of expected states, in units in which errors are independent; squared length of that part.
-        self._columns = root.new_zeros(len(expected.lengths), 0)
-        self._inside = torch.zeros_like(expected.lengths)
+        # Coordinates of expected states, in units in which errors are independent; the squared length of these, and of
+        # that part of the states themselves.
+        self._columns = root.new_zeros(len(expected.lengths), FIRST_COLUMNS)
+        self._squares, self._inside = torch.zeros_like(expected.lengths), torch.zeros_like(expected.lengths)
         self._free = float(expected.covariance.diagonal().sum())  # variance of errors in all other directions
 
     def scores(self, frame: Frame) -> Float[Tensor, " v"]:
@@ -106,9 +114,18 @@ class ByGram(Explained):
             self._follow(direction)
         row = frame.shown[frame.count].float()
         seen = torch.linalg.solve_triangular(self._triangle, row[: frame.count, None], upper=False)[:, 0]
-        inside = -(self._columns - seen).square().sum(1) / 2
+        inside = -(self._squares - 2 * (self._known @ seen) + seen.square().sum()) / 2
         rest = self.expected.lengths - self._inside + self._free
         return _bounded(inside + _of_length(rest, row[frame.count], self.expected))
+
+    def fork(self) -> "ByGram":
+        other = copy(self)
+        other._columns = self._columns.clone()
+        return other
+
+    @property
+    def _known(self) -> Float[Tensor, "v t"]:
+        return self._columns[:, : len(self._directions)]
 
     def _follow(self, direction: Float[Tensor, " d"]) -> None:
         """Add the direction of one more known row; of one that adds none it is zero."""
@@ -118,12 +135,15 @@ class ByGram(Explained):
         inner = torch.linalg.solve_triangular(self._triangle, others, upper=False)[:, 0]
         pivot = math.sqrt(max(variance - float(inner.square().sum()), 1e-12)) if variance else 1.0
         along = self.expected.along(direction[:, None])[:, 0]
-        column = (along - self._columns @ inner) / pivot
+        column = (along - self._known @ inner) / pivot
         grown = torch.nn.functional.pad(self._triangle, (0, 1, 0, 1))
         grown[-1, :-1], grown[-1, -1] = inner, pivot
         self._triangle, self._free = grown, self._free - variance
         self._inside = self._inside + along.square()
-        self._columns = torch.cat([self._columns, column[:, None]], 1)
+        self._squares = self._squares + column.square()
+        if len(self._directions) == self._columns.shape[1]:
+            self._columns = torch.cat([self._columns, torch.zeros_like(self._columns)], 1)
+        self._columns[:, len(self._directions)] = column
         self._directions = torch.cat([self._directions, direction[None]])
 
 

@@ -90,6 +90,15 @@ class LazyModel:
         scores[put[:1]] = 0.0
         return scores
 
+    @cached_property
+    def beginning(self) -> Float[Tensor, " v"] | None:
+        """Log-probabilities of a prompt's first token behind the opener; as ``first`` where nothing is read before."""
+        if not self.opened.tokens:
+            return self.first
+        tokens = torch.tensor(self.opened.tokens, device=self.model.device)
+        states = self.model.run([Request(self.model.prefix(), tokens)], keep=False)[0].states
+        return states[-1].float().log_softmax(-1)
+
 
 @dataclass(frozen=True)
 class Proposer:
@@ -151,6 +160,13 @@ class LanguageModel:
         self.model, self.weights = model, weights
         self._prefix: Prefix | None = None
         self._next: Tensor | None = None
+
+    def fork(self) -> "LanguageModel":
+        """Return the same view, to follow other tokens from here on."""
+        other = LanguageModel(self.model, self.weights)
+        other._prefix = None if self._prefix is None else self._prefix.fork()
+        other._next = self._next
+        return other
 
     def wanted(self, cost: float) -> bool:
         """Return whether to use it now, see ``LazyModel.wanted``."""
