@@ -1,5 +1,6 @@
 from . import attacks as attacks
 from . import defenses as defenses
+from .api import assess as assess
 from .api import attack as attack
 from .api import channel as channel
 from .base import Attack as Attack

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from hiddenlab import registry
+from hiddenlab.assessment import Assessment
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
 from hiddenlab.code_files import load_named
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
+from hiddenlab.prompts import Prompt
 from hiddenlab.stages import Defense
-from hiddenlab.types import AttackResult, Observation
+from hiddenlab.types import AttackResult, Observation, Progress, silent
 
 
 def channel(*stages: str | Defense) -> Channel:
@@ -83,6 +85,42 @@ def attack(
         chosen = attack
     results = chosen.fit(several[0].info, model, seed).recover_batch(several)
     return results[0] if isinstance(observation, Observation) else results
+
+
+def assess(
+    defense: Channel | str | Defense | Sequence[str | Defense],
+    model: TruncatedModel,
+    prompts: str | Sequence[str | Prompt] | None = None,
+    *,
+    max_tokens: int | None = None,
+    minutes: float = 10.0,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Assessment:
+    """Say whether a defense holds: attack it with everything that applies, as ``hiddenlab assess`` does.
+
+    Nothing is recorded. An assessment takes up to twice the minutes, and a few more for utility and cost.
+
+    Args:
+        defense: a channel, or its stages: specs, files of your own, or defense objects.
+        model: the attacker's own truncated model, which also releases the prompts.
+        prompts: texts of your own; None takes the first twenty of the shipped ones. max_tokens: of each prompt.
+        minutes: for all attacks on all prompts together. seed: of everything that is drawn.
+        progress: where progress is reported.
+
+    Returns:
+        The verdict; printed, it is one sentence. ``status`` is one word, ``findings`` holds all figures.
+
+    Raises:
+        InputError: an unknown defense, no prompts, a prompt too long for the model, or minutes not above 0.
+    """
+    if not isinstance(defense, Channel):
+        stages = [defense] if isinstance(defense, str) or not isinstance(defense, Sequence) else defense
+        defense = channel(*stages)
+    made: Assessment = registry.resolve("eval", "assess-channel")(
+        defense, model, prompts, max_tokens=max_tokens, minutes=minutes, seed=seed, progress=progress
+    )
+    return made
 
 
 def _known(spec: str, options: dict[str, Any]) -> dict[str, Any]:

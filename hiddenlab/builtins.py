@@ -13,6 +13,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "fingerprint-inversion": "hiddenlab.attacks.fingerprint_inversion:FingerprintInversion",
         "closed-weights": "hiddenlab.attacks.closed_weights.public_embedding:ClosedWeights",
         "beam-decoding": "hiddenlab.attacks.beam_decoding:BeamDecoding",
+        "planted": "hiddenlab.attacks.planted:Planted",
     },
     "defenses": {
         "identity": "hiddenlab.defenses.identity:Identity",
@@ -161,6 +162,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "eval": {
         "run": "hiddenlab.eval.command:run",
         "assess": "hiddenlab.eval.assess.command:assess",
+        "assess-channel": "hiddenlab.eval.assess.command:assess_channel",
         "catalog": "hiddenlab.eval.catalog:catalog",
         "crew": "hiddenlab.eval.parallel:Crew",
         "attack-workers": "hiddenlab.eval.spread:AttackWorkers",
@@ -206,7 +208,9 @@ SYNONYMS: dict[str, dict[str, str]] = {  # words that people try, and the names 
         "beam": "beam-decoding", "beam-search": "beam-decoding", "closed": "closed-weights", "default": "vocab-match",
         "fingerprint": "fingerprint-inversion", "fingerprints": "fingerprint-inversion", "gap": "missing-tokens",
         "gaps": "missing-tokens", "gradient": "sipit", "infilling": "infill", "inverter": "infill",
-        "matching": "vocab-match", "nearest-embedding": "nearest", "sums": "partial-sums",
+        "matching": "vocab-match", "metadata": "planted", "nearest-embedding": "nearest", "side-channel": "planted",
+        "steganography": "planted",
+        "sums": "partial-sums",
         "vocabulary": "vocab-match", "vocabulary-matching": "vocab-match",
     },
     "defenses": {

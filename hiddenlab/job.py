@@ -109,7 +109,7 @@ def prepare(config: AttackConfig, progress: Progress = silent, inputs: Inputs | 
     cases = (
         _given(observations, secrets, config, model, attack.any_width)
         if observations
-        else _prompts(inputs.texts, config, model)
+        else cases_of(inputs.texts, model, config.max_tokens)
     )
     return Job(config, model, channel, attack, cases)
 
@@ -286,7 +286,7 @@ def capture_all(config: AttackConfig, progress: Progress = silent) -> list[tuple
     model = _load(config)
     channel.provider_model(model)
     released = []
-    cases = _prompts(texts, config, model)
+    cases = cases_of(texts, model, config.max_tokens)
     for case in cases:
         released.append(_release(channel, model, case, config.seed))
         progress("prompts", len(released), len(cases))
@@ -334,14 +334,19 @@ def _release(
     return channel.release(model, case.truth.tokens, generator(seed, "release", case.index))
 
 
-def _prompts(prompts: Sequence[Prompt], config: AttackConfig, model: TruncatedModel) -> list[Case]:
+def cases_of(prompts: Sequence[Prompt], model: TruncatedModel, max_tokens: int | None = None) -> list[Case]:
+    """Return prompts as cases with their truth.
+
+    Raises:
+        InputError: a prompt is longer than the model takes, or cannot be tokenized.
+    """
     longest = _longest(model)
     cases = []
     for index, prompt in enumerate(prompts):
-        tokens = model.tokenize(prompt, config.max_tokens)
+        tokens = model.tokenize(prompt, max_tokens)
         if longest is not None and len(tokens) > longest:
             raise InputError(
-                f"prompt {prompt.id} has {count_of(len(tokens), 'token')}, and {config.model} takes "
+                f"prompt {prompt.id} has {count_of(len(tokens), 'token')}, and {model.ref.name} takes "
                 f"{longest}; use --max-tokens"
             )
         cases.append(Case(index, prompt.id, GroundTruth(tuple(tokens))))

@@ -29,6 +29,7 @@ from hiddenlab.utils.schema import CLOSED, Count, Finite, Positive, loads, parse
 
 FORMAT = 1
 RECORD, SAMPLES = "record.json", "samples.jsonl"
+FORMED = ("attack", "assess")  # verbs whose samples have a form
 UNFINISHED = ("started", "interrupted", "failed")
 
 
@@ -300,25 +301,38 @@ def _load_samples(path: Path, verb: str) -> tuple[list[Sample], int]:
     content = read_bytes(path)
     good = content.rfind(b"\n") + 1  # a torn last line is left out
     samples: list[Sample] = []
-    seen: set[int] = set()
+    seen: set[tuple[Any, ...]] = set()
     try:
         for number, line in enumerate(content[:good].split(b"\n")[:-1], 1):
             where = f"{path}, line {number}"
-            form = sample_form(loads(line, where)) if verb == "attack" else Sample
+            form = sample_form(loads(line, where), verb) if verb in FORMED else Sample
             samples.append(parse(line, form, where))
-            if verb == "attack":
-                index = samples[-1]["index"]
-                if index in seen:
-                    raise InputError(f"{where}: the prompt {index} stands twice")
-                seen.add(index)
+            if verb in FORMED:
+                if (place := _place(samples[-1])) in seen:
+                    raise InputError(f"{where}: {_named(samples[-1])} stands twice")
+                seen.add(place)
     except InputError as error:
         raise InputError(f"{error}; cut the file before that line to resume from there") from None
     return _in_order(samples), good
 
 
 def _in_order(samples: Sequence[Sample]) -> list[Sample]:
-    """Return samples in the prompts' order; those of other verbs have no index, and stay as they are."""
-    return sorted(samples, key=lambda sample: sample.get("index", 0))
+    """Return samples in the prompts' order, attack by attack; those of other verbs stay as they are."""
+    return sorted(samples, key=_place)
+
+
+def _place(sample: Sample) -> tuple[Any, ...]:
+    """Return where a sample stands: its prompt; of ``assess`` part, attack and prompt, the ends of its turns behind."""
+    return (
+        sample.get("part", ""),
+        sample.get("step", 0),
+        sample.get("index", math.inf if "step" in sample else 0),
+        sample.get("turn", 0),
+    )
+
+
+def _named(sample: Sample) -> str:
+    return f"the prompt {sample['index']}" if "index" in sample else f"the end of {sample['attack']}"
 
 
 def _line(sample: Sample) -> bytes:

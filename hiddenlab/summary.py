@@ -12,6 +12,7 @@ from hiddenlab.utils.schema import CLOSED, Count, Finite, TokenId
 
 Sample = dict[str, Any]  # one line of samples.jsonl, see ``hiddenlab.batch.sample_of``
 NOT_APPLICABLE = "not applicable"  # the status of a prompt whose observation an attack cannot use
+ENDED = "ended"  # the status of the line that says how an attack of an assessment ended
 NO_STATE = "no state of this site"  # the stop reason of a search that gave up early, since no row fits
 # stop reason -> what to tell the user
 ADVICE = {NO_STATE: "no row looks like a state of this site; check layer, norm, padding, missing first rows"}
@@ -73,9 +74,38 @@ class _Attacked(_Scored):
     per_token: _PerToken
 
 
-def sample_form(sample: Any) -> Any:
-    """Return the form of one sample of ``attack``, by its status."""
+@with_config(CLOSED)
+class _Tried(TypedDict):
+    """Which attack of ``assess`` a line is of: the part of the assessment, and the attack's number there."""
+
+    part: Literal["defended", "undefended"]
+    step: Count
+    attack: str
+
+
+@with_config(CLOSED)
+class _Read(_Attacked, _Tried):
+    """What one attack of ``assess`` read of a prompt."""
+
+
+@with_config(CLOSED)
+class _Ended(_Tried):
+    """How a turn of one attack of ``assess`` ended, with what it did in all; allowed below 0: no time was left."""
+
+    status: Literal["ended"]
+    turn: Count
+    outcome: str
+    reason: str
+    seconds: Amount
+    allowed: Finite
+    refused: bool
+
+
+def sample_form(sample: Any, verb: str = "attack") -> Any:
+    """Return the form of one sample of ``attack`` or ``assess``, by its status."""
     status = sample.get("status") if isinstance(sample, dict) else None
+    if verb == "assess":
+        return _Ended if status == ENDED else _Read
     return _NotApplicable if status == NOT_APPLICABLE else _Attacked
 
 

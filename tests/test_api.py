@@ -37,7 +37,8 @@ def test_importing_the_package_loads_no_torch() -> None:
 
 
 def test_every_name_is_there_and_documented() -> None:
-    assert set(hl.__all__) <= set(dir(hl)) and len(hl.__all__) <= 22
+    # Few enough to look through; 'assess' is the 23rd, since every other verb on one defense is here.
+    assert set(hl.__all__) <= set(dir(hl)) and len(hl.__all__) <= 23
     for name in hl.__all__:
         value = getattr(hl, name)
         assert name.startswith("__") or (value.__doc__ or "").strip(), name

@@ -310,7 +310,7 @@ def ask(path: str, prompts: str, *defense: str, **options: Any) -> dict[str, Any
     from hiddenlab.config import AttackConfig
 
     config = AttackConfig(model=path, prompts=prompts, layer=1, max_tokens=1, defense=defense, **options)
-    return assess(config, minutes=0.2)
+    return dict(assess(config, minutes=0.2, keep=False).findings)
 
 
 def test_identity_is_broken_and_zeros_are_not(
@@ -383,7 +383,7 @@ def test_the_command_prints_the_verdict_and_ends_with_its_code(
     monkeypatch.setattr(command, "ATTACKS", steps("knowing"))
     asked = [
         "assess", "identity", "--model", tiny("llama", tokenizer=True), "--prompts", prompts, "--layer", "1",
-        "--max-tokens", "1",
+        "--max-tokens", "1", "--no-record",
     ]  # fmt: skip
     shown = CliRunner().invoke(app, asked)
     assert shown.exit_code == 1 and shown.stdout.startswith("BROKEN: 100.0 %")
@@ -412,7 +412,7 @@ def test_every_attack_of_the_ensemble_exists() -> None:
 def test_states_of_a_file_are_refused() -> None:
     from hiddenlab.config import AttackConfig
 
-    with pytest.raises(InputError, match="hiddenlab attack"):
+    with pytest.raises(InputError, match="hiddenlab import"):
         assess(AttackConfig(states=("x.npy",)))
 
 
@@ -459,6 +459,7 @@ def test_tables_of_a_leaderboard_are_read_as_one() -> None:
 def test_the_builtin_model_is_read_without_a_defense() -> None:
     from hiddenlab.config import AttackConfig
 
-    found = assess(AttackConfig(layer=6, limit=2, max_tokens=16, defense=("identity",)), minutes=20)
+    config = AttackConfig(layer=6, limit=2, max_tokens=16, defense=("identity",))
+    found = assess(config, minutes=20, keep=False).findings
     assert found["status"] == BROKEN and found["exact"]["value"] == 1 and found["secrets"]["read"] == 4
     assert [one["status"] for one in found["attacks"]] == [RAN, *[DONE_BEFORE] * (len(ensemble.ATTACKS) - 1)]

@@ -244,7 +244,7 @@ def test_every_experiment_belongs_to_a_question() -> None:
 
 
 def test_a_long_report_is_an_index_and_pages_by_question(tmp_path: Path) -> None:
-    runs, studies = load([*STORED, make(tmp_path / "r", [sample(0, GOOD)])])
+    runs, studies, _ = load([*STORED, make(tmp_path / "r", [sample(0, GOOD)])])
     made = pages("report.html", "All", grid_of(runs), runs, studies, [])
     index = made.pop("report.html")
     assert set(re.findall(r'href="(report-[\w-]+\.html)', index)) == set(made)
@@ -263,7 +263,7 @@ def test_a_question_that_is_too_long_for_a_page_gets_several(
 ) -> None:
     assert MOST_BYTES < 1_500_000
     monkeypatch.setattr("hiddenlab.report.html.MOST_BYTES", 30_000)
-    _, studies = load([path for path in STORED if question_of(path.stem).name == "noise"])
+    _, studies, _ = load([path for path in STORED if question_of(path.stem).name == "noise"])
     made = pages("report.html", "All", None, [], studies, [])
     assert "report-noise-2.html" in made and "(part 2 of" in made["report-noise-2.html"]
     assert sum(text.count("<h2 id=") for text in made.values()) == len(studies)

@@ -8,7 +8,6 @@ from hiddenlab.config import AttackConfig
 from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.cells import Worded
 from hiddenlab.eval.measures.attack import exactly
-from hiddenlab.records import finite
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.files import write_file
 
@@ -26,8 +25,9 @@ def assessment(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
         HiddenlabError: the defense or the model cannot be used.
     """
     options = {name: value for name, value in spec.items() if name != "minutes"}
-    found = assess(AttackConfig.from_json(options), minutes=spec["minutes"], progress=progress)
-    write_file(folder / ASSESSMENT, json.dumps(finite(found), ensure_ascii=False, indent=1) + "\n")
+    config = AttackConfig.from_json(options)
+    found = assess(config, minutes=spec["minutes"], keep=False, progress=progress).findings
+    write_file(folder / ASSESSMENT, json.dumps(found, ensure_ascii=False, indent=1) + "\n")
     prompts, utility, cost = found["prompts"], found["utility"], found["cost"]
     figures = {
         "leak": found["leak"],

@@ -1,18 +1,17 @@
 """Assess one defense (``hiddenlab assess``): attacks, control, planted secrets, utility, cost and a verdict."""
 
-import time
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
-
+from hiddenlab.assessment import Assessment
 from hiddenlab.channels import Channel
 from hiddenlab.config import AttackConfig
-from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.errors import InputError
 from hiddenlab.eval.assess.control import guesses
 from hiddenlab.eval.assess.ensemble import (
     ATTACKS,
@@ -26,6 +25,19 @@ from hiddenlab.eval.assess.ensemble import (
     solved,
     verified,
 )
+from hiddenlab.eval.assess.kept import UNDEFENDED, VERB, Kept, unfinished
+from hiddenlab.eval.assess.price import cost_of, release_all, utility_of
+from hiddenlab.eval.assess.readings import (
+    Belief,
+    Reading,
+    best_of,
+    leakiest_of,
+    oracle_of,
+    readings_of,
+    right_of,
+    told_of,
+    truth_of,
+)
 from hiddenlab.eval.assess.secrets import Planted, planted
 from hiddenlab.eval.assess.verdict import (
     EXIT_CODES,
@@ -36,208 +48,335 @@ from hiddenlab.eval.assess.verdict import (
     sentence_of,
     status_of,
 )
-from hiddenlab.eval.measures.attack import utility
-from hiddenlab.eval.measures.intervals import Estimate, mean, share
-from hiddenlab.job import Case, Job, prepare
+from hiddenlab.eval.measures.intervals import mean, share
+from hiddenlab.job import Case, cases_of, prepare
 from hiddenlab.models import TruncatedModel
-from hiddenlab.scoring import Score, places_of, score
-from hiddenlab.stages import overrides
-from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, silent
-from hiddenlab.utils.random import generator
+from hiddenlab.prompts import Prompt, load_prompts
+from hiddenlab.records import Recorder, RunRecord, check_new, check_writable, finite
+from hiddenlab.runner import Interrupted, Run
+from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationInfo, Progress, silent
 
 FORMAT = 1
 PROMPTS = 20  # of the shipped ones, where none are named
-UTILITY_TOKENS = 128  # of each text
+OF_A_FILE = "not measured: the rows come without the code of a defense"
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What the attacker takes to be one prompt, of all that his attacks read.
+class Subject:
+    """What is assessed: a defense with prompts, or rows that it released.
 
     Attributes:
-        attack: that read it; None where none read anything. score: against the truth.
+        channel: the defense; None where its rows come from a file. cases: the prompts. texts: with planted secrets.
+        defense: specs of the stages, and what the model is called.
     """
 
-    case: Case
-    attack: str | None
-    result: AttackResult | None
-    score: Score | None
+    model: TruncatedModel
+    channel: Channel | None
+    cases: list[Case]
+    texts: list[Planted]
+    seed: int
+    defense: tuple[str, ...]
+    name: str
 
     @property
-    def tokens(self) -> int:
-        """The number of tokens of the prompt."""
-        return len(_truth(self.case).tokens)
-
-    @property
-    def right(self) -> int:
-        """The number of tokens that were read rightly, each at its place."""
-        return _right(self.result, self.case)
+    def truth(self) -> bool:
+        """Whether the prompts are known."""
+        return all(case.truth is not None for case in self.cases)
 
 
-def assess(config: AttackConfig, minutes: float = 10.0, progress: Progress = silent) -> dict[str, Any]:
-    """Attack a defense with everything that applies, and say whether it holds.
+def assess(
+    config: AttackConfig,
+    minutes: float = 10.0,
+    out: str | Path | None = None,
+    *,
+    runs_dir: str | Path = "runs",
+    keep: bool = True,
+    resume: str | Path | None = None,
+    progress: Progress = silent,
+) -> Assessment:
+    """Attack a defense with everything that applies, say whether it holds, and record that.
 
-    The attacker knows the code and the public facts, and may release texts of his own. He sees each prompt once, and
-    chooses himself which attack to believe: the one that is sure of most tokens, else the one whose text is the
-    likeliest. The truth scores what he chose.
+    An assessment of the same options, minutes and released rows that was interrupted goes on, in its directory.
 
     Args:
-        config: prompts, model, layer, stream and defense, as for an attack; its attack is not read. Without prompts the
-            first twenty of the shipped ones.
-        minutes: for all attacks on all prompts together, the planted secrets' texts among them. As much again is
-            allowed for the same attacks without the defense, which show that they could have succeeded; that part runs
-            only where little was read.
-
-    Returns:
-        ``status``, its ``exit_code`` and ``sentence``; ``leak``, ``exact``, ``rouge_l``, ``secrets``, ``oracle`` (the
-        leak if the best attack of each prompt were known), ``attacks`` (what each did), ``undefended`` (what each
-        reads without the defense, where that was asked), ``utility``, ``cost``, ``leakiest`` (the prompt that
-        leaked most).
+        config: prompts, model, layer, stream and defense, as for an attack, or rows of a file (``observation``); its
+            attack is not read. Without prompts the first twenty of the shipped ones.
+        minutes: see ``judge``. out, runs_dir, keep, resume: see ``hiddenlab.runner.run``.
 
     Raises:
-        InputError: minutes below 0, or states of a file, which need another command; see ``hiddenlab.job.prepare``.
+        InputError: minutes below 0, or states of another program; see ``hiddenlab.job.prepare``.
+        Interrupted: from the keyboard; its ``run`` holds what is recorded.
+    """
+    check_minutes(minutes)
+    if config.states:
+        raise InputError(
+            "assess reads files of observations; 'hiddenlab import FILE -o OBSERVATION' makes one of these states"
+        )
+    own = config.prompt is None and config.prompts is None and config.observation is None
+    limit = PROMPTS if config.limit is None and own else config.limit
+    if keep and resume is None and out is None:
+        check_writable(Path(runs_dir))
+    recorder: Recorder | None = None
+    try:
+        job = prepare(replace(config, attack="vocab-match", limit=limit), progress)
+        shown = [case.observation for case in job.cases if case.observation is not None]
+        check_one_channel([observation.info for observation in shown])
+        texts = [] if shown else planted(job.config.seed)
+        channel = None if shown else job.channel
+        defense = tuple(job.config.defense)
+        name = str(job.config.model)
+        subject = Subject(job.model, channel, job.cases, texts, job.config.seed, defense, name)
+        rows = shown_by(subject)
+        record = RunRecord(
+            verb=VERB, spec=job.config.to_json(), seeds={"seed": subject.seed}, prompts=len(subject.cases),
+            inputs_sha256=_digest(rows), setup={"minutes": float(minutes)},
+        )  # fmt: skip
+        recorder = _recorder(
+            record, None if out is None else Path(out), Path(runs_dir), keep, resume, progress
+        )
+        findings = judge(subject, rows, minutes, recorder, progress)
+    except KeyboardInterrupt:
+        if recorder is None:
+            raise Interrupted(None) from None
+        recorder.close("interrupted")
+        raise Interrupted(Run(recorder.record, recorder.samples, recorder.path)) from None
+    except BaseException as error:
+        if recorder is not None:
+            with suppress(Exception):  # the first error is reported
+                recorder.close("failed", error=f"{type(error).__name__}: {error}")
+        raise
+    recorder.close("finished", findings)
+    return Assessment.of(findings, recorder.path)
+
+
+def assess_channel(
+    channel: Channel,
+    model: TruncatedModel,
+    prompts: str | Sequence[str | Prompt] | None = None,
+    *,
+    max_tokens: int | None = None,
+    minutes: float = 10.0,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Assessment:
+    """Assess a channel with a loaded model, without a record; see ``hiddenlab.api.assess``."""
+    check_minutes(minutes)
+    given = load_prompts(None, limit=PROMPTS) if prompts is None else _named(prompts)
+    cases = cases_of(given, model, max_tokens)
+    specs = tuple(defense.spec for defense in channel.defenses)
+    subject = Subject(model, channel, cases, planted(seed), seed, specs, model.ref.name)
+    recorder = Recorder.create(RunRecord(verb=VERB, spec={}), keep=False)
+    return Assessment.of(judge(subject, shown_by(subject), minutes, recorder, progress))
+
+
+def check_minutes(minutes: float) -> None:
+    """Refuse a time in which nothing can be done.
+
+    Raises:
+        InputError: it is not above 0.
     """
     if not minutes > 0:
         raise InputError(f"--minutes is above 0, not {minutes:g}")
-    if config.observation is not None or config.states:
-        raise InputError("assess releases prompts itself; attack states of a file with 'hiddenlab attack'")
-    limit = PROMPTS if config.limit is None and config.prompts is None else config.limit
-    job = prepare(replace(config, attack="vocab-match", limit=limit), progress)
-    texts = planted(job.config.seed)
-    cases = [*job.cases, *_planted_cases(job, texts)]
-    released = _release(job, job.channel, cases)
-    shown = [observation for observation, _ in released]
-    believed = partial(_believed, job.model)
-    attempts = attack_all(shown, job.model, job.config.seed, 60 * minutes, progress, ATTACKS, believed)
-    readings = _readings(job.model, cases, attempts)
-    own, extra = readings[: len(job.cases)], readings[len(job.cases) :]
-    guessed = _guessed(job, progress)
-    lengths = [reading.tokens for reading in own]
-    leak = leak_of([reading.right for reading in own], guessed, lengths)
-    read = sum(_holds(reading.result, one.secret) for reading, one in zip(extra, texts, strict=True))
-    exact = [bool(reading.score and reading.score.exact) for reading in own]
-    beyond = sum(whole and n < one.tokens for whole, n, one in zip(exact, guessed, own, strict=True))
-    misled = sum(
-        one.result is not None and solved(one.result, observation) and not whole
-        for one, observation, whole in zip(own, shown, exact, strict=False)
-    )
-    crashed = [attempt.attack for attempt in attempts if attempt.status == CRASHED]
-    endless = {step.attack for step in ATTACKS if step.endless}
-    late = [one.attack for one in attempts if one.status == OUT_OF_TIME and one.attack not in endless]
-    found = Evidence(leak, beyond, (read, len(texts)), short=late, crashed=crashed, misled=misled)
-    undefended: list[dict[str, Any]] = []
-    if status_of(found) == INCONCLUSIVE:  # whether it held depends on what the attacks can do at all
-        undefended = _undefended(job, cases[: len(job.cases)], guessed, attempts, progress)
-        ended = {attempt.attack for attempt in attempts if attempt.status == RAN}
-        able = [one["attack"] for one in undefended if one["leak"]["low"] >= HALF and one["attack"] in ended]
-        found = replace(found, able=able)
-    best = _best(own)
-    return {
-        "format": FORMAT,
-        "status": status_of(found),
-        "exit_code": EXIT_CODES[status_of(found)],
-        "sentence": sentence_of(found, minutes, best),
-        "defense": list(job.config.defense),
-        "model": job.config.model,
-        "layer": job.config.layer,
-        "stream": job.config.stream,
-        "seed": job.config.seed,
-        "minutes": minutes,
-        "prompts": len(own),
-        "leak": leak._asdict(),
-        "control": sum(guessed) / sum(lengths),
-        "exact": share(exact)._asdict(),
-        "token_accuracy": sum(reading.right for reading in own) / sum(lengths),
-        "rouge_l": mean([reading.score.rouge_l if reading.score else 0.0 for reading in own])._asdict(),
-        "secrets": {"read": read, "planted": len(texts)},
-        "oracle": _oracle(own, attempts, guessed)._asdict(),
-        "attacks": [_told(attempt, own) for attempt in attempts],
-        "undefended": undefended,
-        "utility": _utility(job, progress),
-        "cost": _cost(job, progress),
-        "leakiest": _leakiest(own),
-    }
 
 
-def _truth(case: Case) -> GroundTruth:
-    assert case.truth is not None  # prompts have one
-    return case.truth
-
-
-def _planted_cases(job: Job, texts: Sequence[Planted]) -> list[Case]:
-    first = len(job.cases)
+def _named(prompts: str | Sequence[str | Prompt]) -> list[Prompt]:
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not texts:
+        raise InputError("there are no prompts to assess a defense with; leave them out for the shipped ones")
     return [
-        Case(first + i, f"secret {i + 1}", GroundTruth(tuple(job.model.tokenize(one.text))))
+        Prompt(f"p{number:03d}", text, "PROMPT") if isinstance(text, str) else text
+        for number, text in enumerate(texts, 1)
+    ]
+
+
+def _recorder(
+    record: RunRecord,
+    out: Path | None,
+    runs_dir: Path,
+    keep: bool,
+    resume: str | Path | None,
+    progress: Progress,
+) -> Recorder:
+    """Return a new record, or that of the same assessment that was interrupted."""
+    assert record.inputs_sha256 is not None
+    found = Path(resume) if resume is not None else unfinished(record, out, runs_dir) if keep else None
+    if found is None:
+        if out is not None:
+            check_new(out)
+        return Recorder.create(record, out=out, runs_dir=runs_dir, keep=keep)
+    recorder = Recorder.resume(found, record.inputs_sha256)
+    progress(f"goes on with {found}, which was interrupted", 0, 0)
+    return recorder
+
+
+def shown_by(subject: Subject) -> list[Observation]:
+    """Return what the attacker sees: the rows of a file, or what the defense releases of prompts and planted texts."""
+    if subject.channel is None:
+        return [case.observation for case in subject.cases if case.observation is not None]
+    return [o for o, _ in release_all(subject.model, subject.channel, _everything(subject), subject.seed)]
+
+
+def _everything(subject: Subject) -> list[Case]:
+    return [*subject.cases, *_planted_cases(subject, subject.texts)]
+
+
+def _planted_cases(subject: Subject, texts: Sequence[Planted]) -> list[Case]:
+    first = len(subject.cases)
+    return [
+        Case(first + i, f"secret {i + 1}", GroundTruth(tuple(subject.model.tokenize(one.text))))
         for i, one in enumerate(texts)
     ]
 
 
-def _release(job: Job, channel: Channel, cases: Sequence[Case]) -> list[tuple[Observation, GroundTruth]]:
-    return [
-        channel.release(job.model, _truth(case).tokens, generator(job.config.seed, "release", case.index))
-        for case in cases
-    ]
+def _digest(observations: Sequence[Observation]) -> str:
+    """Return a digest of rows and public facts: whatever was kept of other ones is not about these."""
+    digest = hashlib.sha256()
+    for one in observations:
+        digest.update(json.dumps(asdict(one.info), sort_keys=True, default=str).encode())
+        digest.update(one.states.detach().cpu().float().numpy().tobytes())
+    return digest.hexdigest()
 
 
-def _readings(model: TruncatedModel, cases: Sequence[Case], attempts: Sequence[Attempt]) -> list[Reading]:
-    """Return what the attacker believes of each prompt, scored."""
-    readings = []
-    for i, case in enumerate(cases):
-        found = [(attempt.attack, attempt.results[i]) for attempt in attempts if i in attempt.results]
-        found = [(name, result) for name, result in found if result.ids]
-        if not found:
-            readings.append(Reading(case, None, None, None))
-            continue
-        name, result = max(found, key=lambda one: _believed(model, one[1]))
-        readings.append(Reading(case, name, result, _scored(model, result, case)))
-    return readings
+def judge(
+    subject: Subject,
+    rows: Sequence[Observation],
+    minutes: float,
+    recorder: Recorder,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Attack rows with everything that applies, and say whether their defense holds.
+
+    The attacker knows the code and the public facts, and may release texts of his own. He sees each prompt once, and
+    chooses himself which attack to believe: the one that is sure of most tokens, else the one whose text is the
+    likeliest. The truth scores what he chose. Where none is known, the tokens count that attacks verified, and no
+    defense holds.
+
+    Args:
+        rows: what the defense shows of the prompts, then of the planted secrets.
+        minutes: for all attacks on all prompts together, the planted secrets' texts among them. As much again is
+            allowed for the same attacks without the defense, which show that they could have succeeded; that part runs
+            only where little was read.
+        recorder: where everything that attacks read is kept, and what was kept before it was interrupted.
+
+    Returns:
+        ``hiddenlab.assessment.Findings``.
+    """
+    model, cases, seed = subject.model, _everything(subject), subject.seed
+    own = len(subject.cases)
+    diary, belief = Kept(recorder, model, cases, rows), Belief(model)
+    attempts = attack_all(rows, model, seed, 60 * minutes, progress, ATTACKS, belief, diary)
+    believed = readings_of(model, cases, rows, attempts, belief)
+    mine, extra = believed[:own], believed[own:]
+    guessed = _guessed(subject, progress)
+    found = _evidence(subject, mine, extra, guessed, attempts)
+    undefended: list[dict[str, Any]] = []
+    if status_of(found) == INCONCLUSIVE and subject.truth:  # it depends on what the attacks can do at all
+        undefended = _undefended(subject, guessed, attempts, recorder, progress)
+        ended = {attempt.attack for attempt in attempts if attempt.status == RAN}
+        able = [one["attack"] for one in undefended if one["leak"]["low"] >= HALF and one["attack"] in ended]
+        found = replace(found, able=able)
+    channel, total = subject.channel, sum(reading.tokens for reading in mine)
+    read, exact = _secrets(subject, extra), [bool(one.score and one.score.exact) for one in mine]
+    findings = {
+        "format": FORMAT,
+        "status": status_of(found),
+        "exit_code": EXIT_CODES[status_of(found)],
+        "sentence": sentence_of(found, minutes, best_of(mine)),
+        "defense": list(subject.defense),
+        "model": subject.name,
+        "layer": model.site.layer,
+        "stream": model.site.stream,
+        "seed": seed,
+        "minutes": minutes,
+        "prompts": own,
+        "truth": subject.truth,
+        "leak": found.leak._asdict(),
+        "control": sum(guessed) / total if subject.truth else None,
+        "exact": share(exact)._asdict() if subject.truth else None,
+        "token_accuracy": sum(one.right for one in mine) / total if subject.truth else None,
+        "verified": min(1.0, sum(one.sure for one in mine) / total),
+        "rouge_l": mean([one.score.rouge_l if one.score else 0.0 for one in mine])._asdict()
+        if subject.truth
+        else None,
+        "secrets": {"read": read, "planted": len(extra)} if subject.channel is not None else None,
+        "oracle": oracle_of(mine, attempts, guessed)._asdict() if subject.truth else None,
+        "attacks": [told_of(attempt, mine, subject.truth) for attempt in attempts],
+        "undefended": undefended,
+        "utility": {"reason": OF_A_FILE}
+        if channel is None
+        else utility_of(model, channel, subject.cases, seed, progress),
+        "cost": {"reason": OF_A_FILE}
+        if channel is None
+        else cost_of(model, channel, subject.cases, seed, progress),
+        "readings": [reading.told() for reading in mine],
+        "leakiest": leakiest_of(model, mine),
+    }
+    made: dict[str, Any] = finite(findings)
+    return made
 
 
-def _scored(model: TruncatedModel, result: AttackResult, case: Case) -> Score:
-    truth = _truth(case)
-    return score(result, replace(truth, text=model.text(truth.tokens)))
+def _evidence(
+    subject: Subject,
+    mine: Sequence[Reading],
+    extra: Sequence[Reading],
+    guessed: Sequence[int],
+    attempts: Sequence[Attempt],
+) -> Evidence:
+    """Return what the verdict rests on, but for what attacks read without the defense."""
+    lengths = [reading.tokens for reading in mine]
+    leak = leak_of([min(one.right, one.tokens) for one in mine], guessed, lengths)
+    sure = [one.result is not None and solved(one.result, one.observation) for one in mine]
+    exact = [bool(one.score and one.score.exact) for one in mine] if subject.truth else sure
+    beyond = sum(whole and n < one.tokens for whole, n, one in zip(exact, guessed, mine, strict=True))
+    endless = {step.attack for step in ATTACKS if step.endless}
+    return Evidence(
+        leak,
+        beyond,
+        (_secrets(subject, extra), len(extra)),
+        short=[one.attack for one in attempts if one.status == OUT_OF_TIME and one.attack not in endless],
+        crashed=[one.attack for one in attempts if one.status == CRASHED],
+        misled=sum(one and not whole for one, whole in zip(sure, exact, strict=True)),
+        truth=subject.truth,
+    )
 
 
-def _believed(model: TruncatedModel, result: AttackResult) -> tuple[int, float]:
-    """Return how far the attacker believes an answer: by tokens that are sure, then by how likely its text is."""
-    return verified(result), _likelihood(model, result.ids)
-
-
-@torch.inference_mode()
-def _likelihood(model: TruncatedModel, ids: Sequence[int]) -> float:
-    """Return the mean log-probability of a text's tokens behind its first."""
-    if len(ids) < 2:
-        return float("-inf")
-    tokens = torch.tensor(list(ids))
-    said = model.sibling(stream="logits").encode(tokens)[:-1].float().log_softmax(-1)
-    return float(said.gather(1, tokens[1:, None].to(said.device)).mean())
-
-
-def _guessed(job: Job, progress: Progress) -> list[int]:
-    """Return how many tokens of each prompt are guessed without its rows."""
-    truths = [_truth(case).tokens for case in job.cases]
-    said = guesses(job.model, list(map(len, truths)), job.config.seed, progress)
-    return [
-        sum(a == b for a, b in zip(one, truth, strict=True)) for one, truth in zip(said, truths, strict=True)
-    ]
+def _secrets(subject: Subject, extra: Sequence[Reading]) -> int:
+    """Return how many planted secrets were read."""
+    return sum(_holds(reading.result, one.secret) for reading, one in zip(extra, subject.texts, strict=True))
 
 
 def _holds(result: AttackResult | None, secret: str) -> bool:
     return result is not None and secret in (result.text or "")
 
 
+def _guessed(subject: Subject, progress: Progress) -> list[int]:
+    """Return how many tokens of each prompt are guessed without its rows; none where no truth tells."""
+    if not subject.truth:
+        return [0] * len(subject.cases)
+    truths = [truth_of(case).tokens for case in subject.cases]
+    said = guesses(subject.model, list(map(len, truths)), subject.seed, progress)
+    return [
+        sum(a == b for a, b in zip(one, truth, strict=True)) for one, truth in zip(said, truths, strict=True)
+    ]
+
+
 def _undefended(
-    job: Job, cases: Sequence[Case], guessed: Sequence[int], attempts: Sequence[Attempt], progress: Progress
+    subject: Subject,
+    guessed: Sequence[int],
+    attempts: Sequence[Attempt],
+    recorder: Recorder,
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """Return what each attack that ran behind the defense reads without it, in as much time."""
-    shown = [observation for observation, _ in _release(job, Channel([]), cases)]
-    lengths, told = [len(_truth(case).tokens) for case in cases], []
-    for attempt in attempts:
+    model, cases = subject.model, subject.cases
+    shown = [observation for observation, _ in release_all(model, Channel([]), cases, subject.seed)]
+    lengths, told = [len(truth_of(case).tokens) for case in cases], []
+    for number, attempt in enumerate(attempts):
         if attempt.status in (CRASHED, NOT_APPLICABLE):
             continue
-        step = Step(attempt.attack)
-        (again,) = attack_all(shown, job.model, job.config.seed, attempt.allowed, progress, [step])
-        right = [_right(again.results.get(i), case) for i, case in enumerate(cases)]
+        step, diary = Step(attempt.attack), Kept(recorder, model, cases, shown, UNDEFENDED, number)
+        (again,) = attack_all(shown, model, subject.seed, attempt.allowed, progress, [step], verified, diary)
+        right = [right_of(again.results.get(i), case) for i, case in enumerate(cases)]
         told.append(
             {
                 "attack": again.attack,
@@ -249,93 +388,13 @@ def _undefended(
     return told
 
 
-def _best(readings: Sequence[Reading]) -> str | None:
-    """Return the attack whose readings hold most right tokens."""
-    right: dict[str, int] = {}
-    for reading in readings:
-        if reading.attack is not None:
-            right[reading.attack] = right.get(reading.attack, 0) + reading.right
-    best = max(right, key=lambda name: right[name], default=None)
-    return best if best is not None and right[best] else None
+def check_one_channel(infos: Sequence[ObservationInfo]) -> None:
+    """Refuse rows that several defenses released: a verdict is on one.
 
-
-def _oracle(readings: Sequence[Reading], attempts: Sequence[Attempt], guessed: Sequence[int]) -> Estimate:
-    """Return the leak if somebody told the attacker which attack is best for each prompt."""
-    right = [
-        max((_right(attempt.results.get(i), reading.case) for attempt in attempts), default=0)
-        for i, reading in enumerate(readings)
-    ]
-    return leak_of(right, guessed, [reading.tokens for reading in readings])
-
-
-def _right(result: AttackResult | None, case: Case) -> int:
-    """Return how many tokens of a prompt were read rightly, each at its place."""
-    if result is None:
-        return 0
-    truth = _truth(case)
-    places = places_of(result, truth)
-    return sum(
-        place < len(truth.tokens) and truth.tokens[place] == token
-        for place, token in zip(places, result.ids, strict=True)
-    )
-
-
-def _told(attempt: Attempt, readings: Sequence[Reading]) -> dict[str, Any]:
-    """Return what an attack did, with the share of all tokens that it read."""
-    right = sum(_right(attempt.results.get(i), reading.case) for i, reading in enumerate(readings))
-    return {
-        "attack": attempt.attack,
-        "status": attempt.status,
-        "reason": attempt.reason,
-        "seconds": attempt.seconds,
-        "prompts": sum(i in attempt.results for i in range(len(readings))),
-        "token_accuracy": right / sum(reading.tokens for reading in readings) if attempt.results else None,
-    }
-
-
-def _utility(job: Job, progress: Progress) -> dict[str, Any]:
-    """Return what the defense does to the model's own answers, for who may undo it, or why that was not measured."""
-    asked = job.config
-    spec: dict[str, Any] = {
-        "model": asked.model, "prompts": asked.prompts or "builtin", "limit": asked.limit,
-        "max_tokens": asked.max_tokens or UTILITY_TOKENS, "defense": list(asked.defense), "seed": asked.seed,
-        "device": asked.device, "dtype": asked.dtype,
-    }  # fmt: skip
-    if any(overrides(defense, "states") for defense in job.channel.defenses):
-        spec |= {"layer": job.model.site.layer, "stream": job.model.site.stream}
-    try:
-        return dict(utility(spec, Path(), progress))
-    except NotApplicableError as error:
-        return {"reason": f"not measured: {error}"}
-
-
-def _cost(job: Job, progress: Progress) -> dict[str, float]:
-    """Return time and bytes of a release, over one without the defense."""
-    seconds: dict[str, list[float]] = {"defended": [], "plain": []}
-    sizes: dict[str, int] = {"defended": 0, "plain": 0}
-    for number, case in enumerate(job.cases):
-        for name, channel in (("plain", Channel([])), ("defended", job.channel)):
-            begun = time.perf_counter()
-            ((observation, _),) = _release(job, channel, [case])
-            seconds[name].append(time.perf_counter() - begun)
-            sizes[name] += observation.states.nbytes
-        progress("measuring the cost of a release", number + 1, len(job.cases))
-    return {
-        "time_over_plain": median(seconds["defended"]) / median(seconds["plain"]),
-        "bytes_over_plain": sizes["defended"] / sizes["plain"],
-    }
-
-
-def _leakiest(readings: Sequence[Reading]) -> dict[str, Any] | None:
-    """Return the prompt of which most was read, beside what was read."""
-    known = [reading for reading in readings if reading.result is not None and reading.score is not None]
-    if not known:
-        return None
-    worst = max(known, key=lambda reading: reading.right / reading.tokens)
-    assert worst.result is not None
-    return {
-        "id": worst.case.id,
-        "attack": worst.attack,
-        "recovered": worst.result.text,
-        "token_accuracy": worst.right / worst.tokens,
-    }
+    Raises:
+        InputError: they passed several channels.
+    """
+    channels = list(dict.fromkeys(info.channel for info in infos))
+    if len(channels) > 1:
+        named = ", ".join(" + ".join(channel) or "identity" for channel in channels)
+        raise InputError(f"the rows are of {len(channels)} defenses, and one is assessed at a time: {named}")

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hiddenlab import registry
 from hiddenlab.base import Attack
 from hiddenlab.errors import HiddenlabError, NotApplicableError
 from hiddenlab.models import TruncatedModel
+from hiddenlab.records import RecordError
 from hiddenlab.text import first_line
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress
 
@@ -34,6 +35,7 @@ LEAD = 0.75  # of the time behind the look, for the attack that read most of tha
 # In the order of their cost, each with what it reads.
 ATTACKS = (
     Step("vocab-match:setup=quick,budget=256", weight=2),  # rows as they are, permuted, or behind secret maps
+    Step("planted", weight=2),  # ids in low bits, norms or public facts
     Step("partial-sums"),  # what a CompNode of Cascade gets
     Step("self-scores"),  # rows in secret coordinates of Cascade
     Step("closed-weights"),  # rows of private, permuted weights
@@ -58,7 +60,8 @@ class Attempt:
 
     Attributes:
         attack: its spec. allowed, seconds: that it might take, and that it took. status: one of the five words above.
-            reason: why it did not run to the end. results: by prompt, what it read.
+            reason: why it did not run to the end. results: by prompt, what it read. refused: it cannot be used here,
+            whatever the prompt.
     """
 
     attack: str
@@ -67,6 +70,20 @@ class Attempt:
     seconds: float = 0.0
     reason: str = ""
     results: dict[int, AttackResult] = field(default_factory=dict)
+    refused: bool = False
+
+
+class Diary(Protocol):
+    """Keeps what attacks do as it happens, and gives back what was kept of an interrupted assessment."""
+
+    def earlier(self, number: int, attack: str) -> Attempt | None:
+        """Return what was kept of the attack that is tried as this number."""
+
+    def read(self, number: int, attempt: Attempt, prompts: Sequence[int]) -> None:
+        """Keep what an attack just read of some prompts."""
+
+    def over(self, number: int, attempt: Attempt) -> None:
+        """Keep what an attack did until its time, or its prompts, came to an end."""
 
 
 def verified(result: AttackResult) -> int:
@@ -87,6 +104,7 @@ def attack_all(
     progress: Progress,
     steps: Sequence[Step],
     promise: Callable[[AttackResult], Any] = verified,
+    diary: Diary | None = None,
 ) -> list[Attempt]:
     """Attack observations of one channel with one attack after another, until every prompt is solved.
 
@@ -97,12 +115,14 @@ def attack_all(
 
     Args:
         seconds: for all attacks together. promise: how much the attacker believes an answer; the larger the better.
+        diary: of an assessment that may be interrupted; time that was spent before counts.
 
     Returns:
         What each attack did, in the order of ``steps``.
     """
     facts, looked, begun = observations[0].info, list[_Run](), time.monotonic()
-    runs = [_Run(step, Attempt(step.attack), model, seed, progress, facts) for step in steps]
+    runs = [_Run(n, step, model, seed, progress, facts, diary) for n, step in enumerate(steps)]
+    begun -= sum(run.attempt.seconds for run in runs)
     shortest = min(range(len(observations)), key=lambda i: len(observations[i].states))
 
     def open_of(prompts: Sequence[int]) -> list[tuple[int, Observation]]:
@@ -135,25 +155,27 @@ class _Run:
 
     def __init__(
         self,
+        number: int,
         step: Step,
-        attempt: Attempt,
         model: TruncatedModel,
         seed: int,
         progress: Progress,
         info: ObservationInfo,
+        diary: Diary | None,
     ) -> None:
-        self.step, self.attempt = step, attempt
+        self.step, self._number, self._diary = step, number, diary
+        earlier = None if diary is None else diary.earlier(number, step.attack)
+        self.attempt = Attempt(step.attack) if earlier is None else earlier
         self._model, self._seed, self._progress, self._info = model, seed, progress, info
         self._attack: Attack | None = None
-        self._refused = False  # whatever the prompt
 
     def go(self, prompts: Sequence[tuple[int, Observation]], allowed: float) -> None:
         """Attack some prompts for some time, and write down what came of it."""
         attempt, begun = self.attempt, time.monotonic()
-        if self._refused:
+        if attempt.refused:
             return
         if self.step.missing and self._info.positions is None:
-            self._refused, attempt.status, attempt.reason = True, NOT_APPLICABLE, "every token has a row"
+            attempt.refused, attempt.status, attempt.reason = True, NOT_APPLICABLE, "every token has a row"
             return
         attempt.allowed += allowed
 
@@ -172,15 +194,19 @@ class _Run:
             if not attempt.results:
                 status = NOT_APPLICABLE
         except NotApplicableError as error:
-            self._refused, status, reason = True, NOT_APPLICABLE, first_line(error)
+            attempt.refused, status, reason = True, NOT_APPLICABLE, first_line(error)
         except _OutOfTimeError:
             status, reason = OUT_OF_TIME, "more time was needed"
+        except RecordError:
+            raise
         except Exception as error:  # an attack that fails must not look like a defense that holds
             kind = "" if isinstance(error, HiddenlabError) else f"{type(error).__name__}: "
             status, reason = CRASHED, kind + first_line(error)
         attempt.seconds += time.monotonic() - begun
         if attempt.status != CRASHED:  # one that failed once is told of, whatever it did afterwards
             attempt.status, attempt.reason = status, reason
+        if self._diary is not None:
+            self._diary.over(self._number, attempt)
 
     def _prepared(self, tell: Progress) -> Attack:
         """Return the attack behind its preparation, which is begun again where it did not end."""
@@ -208,4 +234,6 @@ class _Run:
                     self._recover(attack, [one])
             return first_line(error)
         self.attempt.results |= {i: result for (i, _), result in zip(group, found, strict=True)}
+        if self._diary is not None:
+            self._diary.read(self._number, self.attempt, [i for i, _ in group])
         return ""

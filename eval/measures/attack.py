@@ -114,9 +114,9 @@ def thresholds(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
 class _Answers:
     """What a model says of the next tokens of a text that passes a channel."""
 
-    def __init__(self, model: TruncatedModel, spec: dict[str, Any]) -> None:
-        self.model, self.seed = model, spec["seed"]
-        self.rest = None if model.site.stream == "logits" else load_rest(model, spec["dtype"])
+    def __init__(self, model: TruncatedModel, seed: int) -> None:
+        self.model, self.seed = model, seed
+        self.rest = None if model.site.stream == "logits" else load_rest(model, name_of(model.dtype))
         if self.rest is None and model.site.stream != "logits":
             raise NotApplicableError("what a receiver does with these states is not known")
 
@@ -146,22 +146,51 @@ def utility(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
     Raises:
         NotApplicableError: only some rows are released, or the model cannot go on from its states.
     """
-    clean, defended = Channel.parse([]), Channel.parse(spec["defense"])
-    if defended.whole().specs != defended.specs:
-        raise NotApplicableError("a channel that shows only some rows leaves the model itself as it is")
+    channel = Channel.parse(spec["defense"])
+    _check_all_rows(channel)
     model = load_model(
         spec["model"], spec.get("layer"), stream=spec.get("stream", "logits"), device=spec["device"],
         dtype=spec["dtype"],
     )  # fmt: skip
-    said = _Answers(model, spec)
     texts = load_prompts(spec["prompts"], limit=spec["limit"])
     tokens = [model.tokenize(text, spec["max_tokens"]) for text in texts]
-    tokens = [prompt for prompt in tokens if len(prompt) > 1]
+    return degradation(model, channel, tokens, spec["seed"], progress)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name, as options write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_all_rows(channel: Channel) -> None:
+    if channel.whole().specs != channel.specs:
+        raise NotApplicableError("a channel that shows only some rows leaves the model itself as it is")
+
+
+def degradation(
+    model: TruncatedModel,
+    channel: Channel,
+    texts: Sequence[Sequence[int]],
+    seed: int,
+    progress: Progress = silent,
+) -> Figures:
+    """Measure how a channel degrades what a model says of some texts, see ``utility``.
+
+    Args:
+        model: the whole one at the stream ``logits``, or its first layers, behind which the rest goes on.
+        texts: token ids; those of one token predict nothing.
+
+    Raises:
+        NotApplicableError: the channel shows only some rows, no text has two tokens, or the model cannot go on.
+    """
+    _check_all_rows(channel)
+    said, clean = _Answers(model, seed), Channel.parse([])
+    tokens = [prompt for prompt in texts if len(prompt) > 1]
     if not tokens:
         raise NotApplicableError("no prompt has two tokens")
     rows: list[tuple[int, float, float, float, float]] = []
     for i, prompt in enumerate(tokens):
-        plain, changed = (said.behind(channel, prompt, i)[:-1] for channel in (clean, defended))
+        plain, changed = (said.behind(one, prompt, i)[:-1] for one in (clean, channel))
         following = torch.tensor(prompt[1:], device=plain.device)[:, None]
         rows.append(
             (

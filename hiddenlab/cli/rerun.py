@@ -20,6 +20,7 @@ from hiddenlab.summary import Sample
 from hiddenlab.text import count_of
 
 DIFFERENT = 1
+VERBS = ("attack", "assess")
 COMPARED, COSTS = ("status", "recovered_ids"), ("evaluated_tokens", "forward_calls")
 
 
@@ -50,8 +51,12 @@ def rerun(
 ) -> None:
     """Run a recorded spec again and compare (exit code 1 if results differ), or resume an interrupted run."""
     record, samples = read_run(run)
-    if record.verb != "attack":
+    if record.verb not in VERBS:
         raise InputError(f"{run} is a run of {record.verb!r}; only runs of 'attack' can be run again")
+    if record.verb == "assess" and not resume:
+        raise InputError(
+            f"{run} is a run of 'assess', which --resume goes on with; its command runs it again"
+        )
     if record.spec.get("trust_remote_code") and not trust_remote_code:
         raise InputError(
             f"{run} ran code of its model, {record.spec.get('model')}; if you trust it, give --trust-remote-code here, "
@@ -143,10 +148,19 @@ def _resume(
             "--resume continues in the run's own directory; leave out --out, --runs-dir and --no-record"
         )
     if record.status == "finished":
-        stderr().print(f"{run} is finished: {count_of(len(samples), 'prompt')}; nothing to resume")
+        stderr().print(f"{run} is finished: {count_of(record.prompts, 'prompt')}; nothing to resume")
         if json:
-            print_json({"format": 1, "spec": record.spec, "summary": record.summary, "samples": samples})
+            whole = {"format": 1, "spec": record.spec, "summary": record.summary, "samples": samples}
+            print_json(record.summary if record.verb == "assess" else whole)
         return
+    if record.verb == "assess":
+        from hiddenlab.cli.assess import conduct as assess
+
+        minutes = record.setup.get("minutes")
+        if not isinstance(minutes, float | int):
+            raise InputError(f"{run} is damaged: it does not say how many minutes it may take")
+        result = assess(AttackConfig.from_json(record.spec), minutes, json=json, resume=run)
+        raise typer.Exit(result.findings["exit_code"])
     run_again = conduct(AttackConfig.from_json(record.spec), json=json, resume=run, **spread)
     if json:
         print_json(payload(run_again))

@@ -4,10 +4,11 @@ import base64
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from hiddenlab.report import assessed
 from hiddenlab.report.answers import answer, main_figures, range_of, remarks
 from hiddenlab.report.data import Picture, Run, Study
 from hiddenlab.report.prompts import legend, marked, prompts_html
-from hiddenlab.report.questions import OTHER, QUESTIONS, RUNS, Question, question_of
+from hiddenlab.report.questions import ASSESSED, OTHER, QUESTIONS, RUNS, Question, question_of
 from hiddenlab.report.style import STYLE
 from hiddenlab.report.tables import NO_COMMAND, NOT_RECORDED, NOTHING, Grid, brackets, gaps, grid, measured
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figure
@@ -41,25 +42,25 @@ Section = tuple[Question, str, str]  # a question, the line of the index, and th
 
 def pages(
     name: str, title: str, runs: Grid | None, listed: Sequence[Run], studies: Sequence[Study],
-    images: Sequence[Picture],
+    images: Sequence[Picture], judged: Sequence[Run] = (),
 ) -> dict[str, str]:  # fmt: skip
     """Return the pages of a report by file name: one, or an index and pages by question where one gets too long.
 
     Args:
         name: of the page, or of the index. The others: see ``page``.
     """
-    whole = page(title, runs, listed, studies, images)
-    if len(studies) <= MOST_TABLES and len(whole.encode()) <= MOST_BYTES:
+    whole = page(title, runs, listed, studies, images, judged)
+    if len(studies) + len(judged) <= MOST_TABLES and len(whole.encode()) <= MOST_BYTES:
         return {name: whole}
-    own = {study.table["experiment"] for study in studies}
-    sections = _study_sections(studies, images)
+    own = _own_pictures(studies, judged)
+    sections = [*_assessed_sections(judged, images), *_study_sections(studies, images)]
     if runs is not None:
         free = [image for image in images if image.name not in own]
         content = f"{_cards(listed)}\n{_runs(runs, listed, free)}\n{_made(listed)}"
         sections.insert(0, (RUNS, _sentences(listed), content))
     stem = name.removesuffix(".html")
     found, entries = {}, []
-    for question in (RUNS, *QUESTIONS, OTHER):
+    for question in (ASSESSED, RUNS, *QUESTIONS, OTHER):
         parts = list(_parts([s for s in sections if s[0] is question]))
         for number, part in enumerate(parts):
             file = f"{stem}-{question.name}{f'-{number + 1}' if number else ''}.html"
@@ -76,16 +77,17 @@ def pages(
 
 
 def page(
-    title: str, runs: Grid | None, listed: Sequence[Run], studies: Sequence[Study], images: Sequence[Picture]
-) -> str:
+    title: str, runs: Grid | None, listed: Sequence[Run], studies: Sequence[Study], images: Sequence[Picture],
+    judged: Sequence[Run] = (),
+) -> str:  # fmt: skip
     """Return everything on one page.
 
     Args:
         runs: the table of the runs, where there are any. listed: these runs, with their prompts. studies: tables of
-            experiments. images: all pictures; those of an experiment have its name.
+            experiments. images: all pictures; those of an experiment or assessment have its name. judged: assessments.
     """
-    own = {study.table["experiment"] for study in studies}
-    sections = _study_sections(studies, images)
+    own = _own_pictures(studies, judged)
+    sections = [*_assessed_sections(judged, images), *_study_sections(studies, images)]
     body = []
     if runs is not None:
         body += ["<h2>What came back</h2>", _cards(listed)]
@@ -94,7 +96,7 @@ def page(
     if runs is not None:
         body.append(_runs(runs, listed, [image for image in images if image.name not in own]))
     body += [content for _, _, content in sections]
-    body.append(_made([*listed, *(run for study in studies for run in study.runs)]))
+    body.append(_made([*judged, *listed, *(run for study in studies for run in study.runs)]))
     return _page(title, f"<p>{LEAD}</p>" if listed else "", body)
 
 
@@ -145,6 +147,27 @@ def _entry(file: str, head: str, sections: Sequence[Section]) -> str:
     listed = "".join(lines)
     listed = listed if listed.startswith("<ul>") else f"<ul>{listed}</ul>"
     return f'<h2><a href="{file}">{html(head)}</a></h2>\n{listed}'
+
+
+def _own_pictures(studies: Sequence[Study], judged: Sequence[Run]) -> set[str]:
+    """Return the names of the pictures that belong to a section."""
+    return {study.table["experiment"] for study in studies} | set(map(assessed.name_of, judged))
+
+
+# ---- assessments
+
+
+def _assessed_sections(judged: Sequence[Run], images: Sequence[Picture]) -> list[Section]:
+    """Return the section of each assessment, with its line of the index."""
+    sections = []
+    for run in judged:
+        title, said = assessed.heading(run)
+        name = assessed.name_of(run)
+        picture = "".join(_image(image) for image in images if image.name == name)
+        content = [f'<h2 id="{html(name)}">{html(title)}</h2>', *assessed.lines(run, picture, table_html)]
+        line = f'<a href="#{html(name)}">{html(title)}</a><br>{html(said)}'
+        sections.append((ASSESSED, line, "\n".join(content)))
+    return sections
 
 
 # ---- runs

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hiddenlab.assessment import Findings
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.records import RECORD, read_run
 from hiddenlab.report.answers import answer, defense_of, verifies
+from hiddenlab.report.assessed import markdown_lines, name_of
 from hiddenlab.report.data import Picture, Run, Study
 from hiddenlab.report.html import pages
 from hiddenlab.report.leaderboard import gathered
@@ -53,25 +55,27 @@ def write_report(paths: Sequence[Path], folder: Path) -> list[Path]:
         InputError: one of them cannot be read, is no attack and no table, or holds no samples.
         HiddenlabError: ``folder`` cannot be written.
     """
-    from hiddenlab.report.plots import draw, table_picture  # matplotlib is slow to load
+    from hiddenlab.report.assessed_picture import draw_assessed  # matplotlib is slow to load
+    from hiddenlab.report.plots import draw, table_picture
 
-    runs, studies = load(paths)
+    runs, studies, judged = load(paths)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         images = draw(runs, folder) if runs else []
         images += [image for study in studies if (image := table_picture(study.table, folder)) is not None]
+        images += [draw_assessed(run, folder) for run in judged]
         shown = grid_of(runs) if runs else None
-        written = pages(PAGE, TITLE, shown, runs, studies, images)
+        written = pages(PAGE, TITLE, shown, runs, studies, images, judged)
         for name, content in written.items():
             write_file(folder / name, content)
-        write_file(folder / MARKDOWN, markdown(runs, studies, images))
+        write_file(folder / MARKDOWN, markdown(runs, studies, images, judged))
     except OSError as error:
         raise HiddenlabError(f"cannot write the report into {folder}: {error.strerror or error}") from None
     return [folder / MARKDOWN, *(folder / name for name in written), *(image.path for image in images)]
 
 
-def load(paths: Sequence[Path]) -> tuple[list[Run], list[Study]]:
-    """Load the runs and experiments at paths.
+def load(paths: Sequence[Path]) -> tuple[list[Run], list[Study], list[Run]]:
+    """Load the runs, the experiments and the assessments at paths.
 
     Raises:
         InputError: one of them is neither.
@@ -86,7 +90,29 @@ def load(paths: Sequence[Path]) -> tuple[list[Run], list[Study]]:
             tables += inside
         else:
             runs.append(path)
-    return load_runs(runs), gathered([load_study(path) for path in tables])
+    judged = [path for path in runs if (path / RECORD).is_file() and read_run(path)[0].verb == "assess"]
+    attacked = [path for path in runs if path not in judged]
+    return (
+        load_runs(attacked),
+        gathered([load_study(path) for path in tables]),
+        [load_assessed(path, f"assess-{number}") for number, path in enumerate(judged, 1)],
+    )
+
+
+def load_assessed(path: Path, label: str) -> Run:
+    """Read a record of ``hiddenlab assess``.
+
+    Raises:
+        InputError: it cannot be read, or has not ended.
+    """
+    record, samples = read_run(path)
+    if record.summary is None:
+        raise InputError(
+            f"{path} ({record.status}) has no verdict yet; 'hiddenlab rerun {path} --resume' goes on with it"
+        )
+    check({"spec": record.spec}, _Asked, str(path / RECORD))
+    findings = check(record.summary, Findings, f"{path / RECORD}, summary")
+    return Run(path, record, samples, dict(findings), label)
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
@@ -136,6 +162,15 @@ class _Spec:
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """The part of an assessment's record that a report shows beside its findings."""
+
+    __pydantic_config__ = CLOSED
+
+    spec: _Spec
+
+
+@dataclass(frozen=True)
 class _Shown:
     """The part of an attack's record that a report shows."""
 
@@ -148,7 +183,9 @@ class _Shown:
 def _load_run(path: Path) -> Run:
     record, samples = read_run(path)
     if record.verb != "attack":
-        raise InputError(f"{path} is a run of {record.verb!r}; the report is of runs of 'attack'")
+        raise InputError(
+            f"{path} is a run of {record.verb!r}; the report is of runs of 'attack' and 'assess'"
+        )
     if not samples:
         raise InputError(f"{path} ({record.status}) holds no samples yet; nothing to report")
     needed = {"spec": record.spec, "summary": record.summary or {}}
@@ -176,22 +213,26 @@ def grid_of(runs: Sequence[Run]) -> Grid:
     return measured(Grid([*keys, *(FIGURES[name][0] for name in COLUMNS)], rows, len(keys), 0, []))
 
 
-def markdown(runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Picture]) -> str:
+def markdown(
+    runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Picture], judged: Sequence[Run] = ()
+) -> str:
     """Return the report's text."""
     lines = [f"# {TITLE}", ""]
+    for run in judged:
+        lines += markdown_lines(run, f"{name_of(run)}.png")
     for study in studies:
         lines.append(table_page(study.table))
         own = [image for image in images if image.name == study.table["experiment"]]
         lines += [line for image in own for line in _image_lines(image)]
     if runs:
         cells = grid_of(runs)
-        lines += ["", "## Single runs", ""] * bool(studies)
+        lines += ["", "## Single runs", ""] * bool(studies or judged)
         lines += [*(f"- {escaped(' '.join(answer(run)))}" for run in runs), ""]
         rows = [[escaped(text) for text in row] for row in cells.rows]
         lines += [EXPLANATION, *markdown_table(cells.header, rows, cells.keys)]
-        own_names = {study.table["experiment"] for study in studies}
+        own_names = {study.table["experiment"] for study in studies} | set(map(name_of, judged))
         lines += [line for image in images if image.name not in own_names for line in _image_lines(image)]
-    everything = [*runs, *(run for study in studies for run in study.runs)]
+    everything = [*judged, *runs, *(run for study in studies for run in study.runs)]
     if everything:
         shown = f"`{PAGE}`, written beside this page by `hiddenlab report`, shows each prompt with its tokens marked."
         lines += ["", shown, "", "## Runs", ""]

@@ -56,7 +56,7 @@ def prompt_html(sample: Sample) -> str:
     else:
         shown, true = marked(sample), ""
         if sample["exact"] is False and sample["text"]:
-            text = f'<p class="text">{escape(_kept(sample["text"]))}</p>'
+            text = f'<p class="text">{escape(kept(sample["text"]))}</p>'
             true = f"<details><summary>True text</summary>{text}</details>"
     return (
         f'<div class="prompt"><p class="id"><strong>{html(sample["id"])}</strong> {outcome(sample)}</p>'
@@ -102,7 +102,7 @@ def _missing(text: str) -> str:
 
 
 def _span(text: str, status: str) -> str:
-    shown = _kept(text)
+    shown = kept(text)
     if status not in SPOKEN:
         return escape(shown)
     # The style sheet keeps white space; a wrong newline needs a visible sign to be marked.
@@ -111,6 +111,6 @@ def _span(text: str, status: str) -> str:
     return f'<span class="{status}">{before}{escape(shown)}{after}</span>'
 
 
-def _kept(text: str) -> str:
+def kept(text: str) -> str:
     """Make a text safe to show, but keep its line breaks and tabs."""
     return "\n".join(visible(line) for line in text.split("\n")).replace("⇥", "\t")

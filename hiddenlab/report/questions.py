@@ -55,6 +55,7 @@ QUESTIONS = (
     ),
 )  # fmt: skip
 OTHER = Question("other", "Further experiments", ())
+ASSESSED = Question("defenses", "Does a defense hold?", ())
 RUNS = Question("runs", "What came back in single runs?", ())
 
 

@@ -14,6 +14,7 @@ body { font: 1rem/1.6 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; p
   color: var(--ink); background: var(--paper); overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: .5rem 0; }
 h2 { font-size: 1.25rem; line-height: 1.3; margin: 2.5rem 0 .5rem; }
+h4 { font-size: .85rem; margin: 0; color: var(--soft); }
 h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 p, ul, dl { margin: .5rem 0; }
 ul { padding-left: 1.2rem; }
@@ -50,6 +51,8 @@ tbody tr:last-child > * { border-bottom: 0; }
 details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--link); }
 pre { background: var(--tint); padding: .5rem .7rem; white-space: pre-wrap; font-size: .8rem; border-radius: .3rem; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: .5rem 1.5rem;
+  margin: .5rem 0; }
 .prompt { border-top: 1px solid var(--line); padding: .6rem 0; }
 .prompt .id { color: var(--soft); font-size: .85rem; margin: 0; }
 .prompt .id strong { color: var(--ink); }

@@ -1,0 +1,182 @@
+"""Choose what the attacker believes of each prompt, and compare it with the truth where one is known."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hiddenlab.eval.assess.ensemble import Attempt, verified
+from hiddenlab.eval.assess.verdict import leak_of
+from hiddenlab.eval.measures.intervals import Estimate
+from hiddenlab.job import Case
+from hiddenlab.models import TruncatedModel
+from hiddenlab.scoring import Score, places_of, score
+from hiddenlab.types import AttackResult, GroundTruth, Observation
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the attacker takes to be one prompt, of all that his attacks read.
+
+    Attributes:
+        attack: that read it; None where none read anything. score: against the truth; None where none is known.
+    """
+
+    case: Case
+    observation: Observation
+    attack: str | None
+    result: AttackResult | None
+    score: Score | None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the prompt; without a truth, up to its last row."""
+        if self.case.truth is not None:
+            return len(self.case.truth.tokens)
+        places = self.observation.info.positions
+        return len(self.observation.states) if places is None else places[-1] + 1
+
+    @property
+    def right(self) -> int:
+        """The number of tokens that were read rightly, each at its place; without a truth, of verified ones."""
+        return right_of(self.result, self.case)
+
+    @property
+    def sure(self) -> int:
+        """The number of verified tokens."""
+        return 0 if self.result is None else verified(self.result)
+
+    def told(self) -> dict[str, Any]:
+        """Return the reading as JSON, without its text."""
+        return {
+            "id": self.case.id,
+            "attack": self.attack,
+            "tokens": self.tokens,
+            "right": None if self.case.truth is None else self.right,
+            "verified": self.sure,
+        }
+
+
+def truth_of(case: Case) -> GroundTruth:
+    """Return the truth of a case that has one."""
+    assert case.truth is not None
+    return case.truth
+
+
+class Belief:
+    """How far the attacker believes an answer: by tokens that are sure, then by how likely its text is."""
+
+    def __init__(self, model: TruncatedModel) -> None:
+        self._model = model
+
+    @cached_property
+    def _whole(self) -> TruncatedModel:
+        """The whole model, loaded when it is first asked."""
+        return self._model.sibling(stream="logits")
+
+    def __call__(self, result: AttackResult) -> tuple[int, float]:
+        return verified(result), self._likelihood(result.ids)
+
+    @torch.inference_mode()
+    def _likelihood(self, ids: Sequence[int]) -> float:
+        """Return the mean log-probability of a text's tokens behind its first."""
+        if len(ids) < 2:
+            return float("-inf")
+        tokens = torch.tensor(list(ids))
+        said = self._whole.encode(tokens)[:-1].float().log_softmax(-1)
+        return float(said.gather(1, tokens[1:, None].to(said.device)).mean())
+
+
+def readings_of(
+    model: TruncatedModel,
+    cases: Sequence[Case],
+    observations: Sequence[Observation],
+    attempts: Sequence[Attempt],
+    belief: Belief,
+) -> list[Reading]:
+    """Return what the attacker believes of each prompt, scored where a truth is known."""
+    readings = []
+    for i, (case, observation) in enumerate(zip(cases, observations, strict=True)):
+        found = [(attempt.attack, attempt.results[i]) for attempt in attempts if i in attempt.results]
+        found = [(name, result) for name, result in found if result.ids]
+        if not found:
+            readings.append(Reading(case, observation, None, None, None))
+            continue
+        name, result = found[0] if len(found) == 1 else max(found, key=lambda one: belief(one[1]))
+        scored = None if case.truth is None else _scored(model, result, case.truth)
+        readings.append(Reading(case, observation, name, result, scored))
+    return readings
+
+
+def _scored(model: TruncatedModel, result: AttackResult, truth: GroundTruth) -> Score:
+    return score(result, replace(truth, text=model.text(truth.tokens)))
+
+
+def right_of(result: AttackResult | None, case: Case) -> int:
+    """Return how many tokens were read rightly, each at its place; without a truth, how many are verified."""
+    if result is None:
+        return 0
+    if case.truth is None:
+        return verified(result)
+    truth = case.truth
+    places = places_of(result, truth)
+    return sum(
+        place < len(truth.tokens) and truth.tokens[place] == token
+        for place, token in zip(places, result.ids, strict=True)
+    )
+
+
+def best_of(readings: Sequence[Reading]) -> str | None:
+    """Return the attack whose readings hold most right tokens."""
+    right: dict[str, int] = {}
+    for reading in readings:
+        if reading.attack is not None:
+            right[reading.attack] = right.get(reading.attack, 0) + reading.right
+    best = max(right, key=lambda name: right[name], default=None)
+    return best if best is not None and right[best] else None
+
+
+def oracle_of(readings: Sequence[Reading], attempts: Sequence[Attempt], guessed: Sequence[int]) -> Estimate:
+    """Return the leak if somebody told the attacker which attack is best for each prompt."""
+    right = [
+        max((right_of(attempt.results.get(i), reading.case) for attempt in attempts), default=0)
+        for i, reading in enumerate(readings)
+    ]
+    return leak_of(right, guessed, [reading.tokens for reading in readings])
+
+
+def told_of(attempt: Attempt, readings: Sequence[Reading], truth: bool) -> dict[str, Any]:
+    """Return what an attack did, with the share of all tokens that it read, and that it verified."""
+    total = sum(reading.tokens for reading in readings)
+    results = [attempt.results.get(i) for i in range(len(readings))]
+    right = sum(right_of(result, reading.case) for result, reading in zip(results, readings, strict=True))
+    sure = sum(verified(result) for result in results if result is not None)
+    return {
+        "attack": attempt.attack,
+        "status": attempt.status,
+        "reason": attempt.reason,
+        "seconds": attempt.seconds,
+        "prompts": sum(result is not None for result in results),
+        "token_accuracy": right / total if attempt.results and truth else None,
+        "verified": min(1.0, sure / total) if attempt.results else None,
+    }
+
+
+def leakiest_of(model: TruncatedModel, readings: Sequence[Reading]) -> Mapping[str, Any] | None:
+    """Return the prompt of which most was read, beside what was read."""
+    known = [reading for reading in readings if reading.result is not None]
+    if not known:
+        return None
+    worst = max(known, key=lambda reading: reading.right / reading.tokens)
+    assert worst.result is not None
+    truth = worst.case.truth
+    return {
+        "id": worst.case.id,
+        "attack": worst.attack,
+        "text": None if truth is None else model.text(truth.tokens),
+        "recovered": worst.result.text or model.text(worst.result.ids),
+        "token_accuracy": None if truth is None else worst.right / worst.tokens,
+        "verified": min(1.0, worst.sure / worst.tokens),
+    }
