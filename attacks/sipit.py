@@ -133,8 +133,10 @@ class _Search:
         table: Float[Tensor, "v d"],
         seed: int,
     ) -> None:
-        self.attack, self.matcher, self.model = attack, prepared.matcher, model
-        self.rows = self.matcher.prepare(observation.states.to(model.device))
+        self.attack, self.model = attack, model
+        states = observation.states.to(model.device)
+        self.matcher = prepared.matcher.bound(states)
+        self.rows = self.matcher.prepare(states)
         self.limits = prepared.threshold.limits(self.matcher, self.rows)
         self.prefix = model.prefix(offset=observation.info.prefix_tokens)
         self.generator = torch.Generator().manual_seed(seed)

@@ -1,9 +1,13 @@
+from .decoys import Decoys as Decoys
 from .drop_rows import DropRows as DropRows
 from .drop_rows import Shard as Shard
 from .fingerprints import Logprobs as Logprobs
 from .fingerprints import Toploc as Toploc
 from .identity import Identity as Identity
+from .kv_cloak import KvCloak as KvCloak
+from .low_rank import TruncatedSvd as TruncatedSvd
 from .noise import Gaussian as Gaussian
+from .noise import OutputNoise as OutputNoise
 from .noise import RandomPrefix as RandomPrefix
 from .noise import UnknownGaussian as UnknownGaussian
 from .permute import Factorized2D as Factorized2D
@@ -16,3 +20,4 @@ from .quantize import ProviderDtype as ProviderDtype
 from .quantize import RoundStates as RoundStates
 from .secret_map import Orthogonal as Orthogonal
 from .secret_map import RowMixing as RowMixing
+from .sparsify import Sparsify as Sparsify

@@ -1,7 +1,8 @@
-"""Add noise to the input of the model (Hidden No More, section 6 and appendix F)."""
+"""Add noise to the input of the model (Hidden No More, section 6 and appendix F), or to the states it releases."""
 
 import math
 from dataclasses import replace
+from typing import Any, Literal
 from weakref import ReferenceType, ref
 
 import torch
@@ -9,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.row_facts import with_noise
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 
@@ -88,6 +90,52 @@ class UnknownGaussian(Stage):
         return (
             f"{self.spec}: the attacker sees the states of noised embeddings and knows the model; "
             "only the provider knows sigma and the noise"
+        )
+
+
+class OutputNoise(Stage):
+    """Add noise to every coordinate of the released states, behind the last layer that the provider runs.
+
+    Args:
+        sigma: standard deviation of the noise, as a fraction of the root mean square of the row (``scale=row``), so
+            that the noise is about ``sigma`` times as long as the row; or in the states' own units (``scale=none``).
+        scale: ``row`` or ``none``.
+        kind: ``gaussian`` or ``laplace``.
+
+    Raises:
+        InputError: sigma is not a positive finite number.
+    """
+
+    def __init__(
+        self,
+        sigma: float,
+        scale: Literal["row", "none"] = "row",
+        kind: Literal["gaussian", "laplace"] = "gaussian",
+    ) -> None:
+        if not (math.isfinite(sigma) and sigma > 0):
+            raise InputError(f"output-noise needs sigma > 0, not {sigma}; for no noise leave the defense out")
+        self.sigma, self.scale, self.kind = float(sigma), scale, kind
+        extra = f",scale={scale}" * (scale != "row") + f",kind={kind}" * (kind != "gaussian")
+        self.spec = f"output-noise:sigma={self.sigma!r}{extra}"
+
+    def states(
+        self, states: Float[Tensor, "rows d"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
+        rows = states.float()
+        noise = torch.randn(rows.shape, generator=generator, device=generator.device)
+        if self.kind == "laplace":
+            # A Gaussian times the root of an exponential number is Laplace, here of variance 1.
+            noise *= torch.empty_like(noise).exponential_(generator=generator).sqrt()
+        size = rows.square().mean(1, keepdim=True).sqrt() if self.scale == "row" else 1.0
+        return (rows + self.sigma * size * noise.to(rows)).to(states.dtype), None, {}
+
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return with_noise(info, sigma=self.sigma, scale=self.scale, kind=self.kind)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.spec}: the attacker sees noised states in order and knows the model and sigma; "
+            "only the provider knows the noise"
         )
 
 

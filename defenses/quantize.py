@@ -1,4 +1,4 @@
-"""Run the model with quantized weights (Hidden No More, appendix F) or in another dtype; round states to 8 bits."""
+"""Run the model with quantized weights (Hidden No More, appendix F) or in another dtype; round states to few bits."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
+
+WHOLE_NUMBERS = {"int8": 127, "int4": 7}  # the largest of each, so that both signs reach as far
 
 
 class Int8(Stage):
@@ -65,35 +67,51 @@ class ProviderDtype(Stage):
 
 
 class RoundStates(Stage):
-    """Release the states rounded to 8 bits, as those who store many of them do.
+    """Release the states rounded to 8 or 4 bits, as those who store many of them do.
 
     Args:
-        dtype: ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``.
+        dtype: ``float8_e4m3fn``, ``float8_e5m2``, ``int8`` or ``int4`` (whole numbers from -7 to 7).
         scale: what a scale is chosen for, so that its largest number is the largest of the dtype: the whole prompt
             (``tensor``), each ``row``, each ``column``; ``none`` rounds the numbers as they are.
+        stochastic: round up or down at random, so that the expected number is the exact one. Otherwise to the nearest.
     """
 
     def __init__(
         self,
-        dtype: Literal["float8_e4m3fn", "float8_e5m2", "int8"],
+        dtype: Literal["float8_e4m3fn", "float8_e5m2", "int8", "int4"],
         scale: Literal["none", "tensor", "row", "column"] = "row",
+        stochastic: bool = False,
     ) -> None:
-        self.dtype, self.scale = dtype, scale
-        self.spec = f"round:dtype={dtype},scale={scale}"
+        self.dtype, self.scale, self.stochastic = dtype, scale, stochastic
+        self.spec = f"round:dtype={dtype},scale={scale}" + ",stochastic=true" * stochastic
 
     def states(
         self, states: Float[Tensor, "rows d"], generator: torch.Generator
     ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
-        kind: torch.dtype = getattr(torch, self.dtype)
-        largest = torch.iinfo(kind).max if kind == torch.int8 else torch.finfo(kind).max
+        whole = WHOLE_NUMBERS.get(self.dtype)
+        kind: torch.dtype = torch.float32 if whole else getattr(torch, self.dtype)
+        largest = float(whole or torch.finfo(kind).max)
         numbers = states.float()
         over: dict[str, Any] = {"tensor": (0, 1), "row": 1, "column": 0}
         scale = torch.ones((), device=states.device)
         if self.scale in over:
             scale = (numbers.abs().amax(over[self.scale], keepdim=True) / largest).clamp(min=1e-30)
         scaled = (numbers / scale).clamp(-largest, largest)
-        rounded = scaled.round() if kind == torch.int8 else scaled.to(kind).float()
+        if self.stochastic:
+            chance = torch.rand(scaled.shape, generator=generator, device=generator.device).to(scaled)
+            step = torch.ones_like(scaled) if whole else _spacing(scaled, kind)
+            rounded = ((scaled / step + chance).floor() * step).clamp(-largest, largest)
+        else:
+            rounded = scaled.round() if whole else scaled.to(kind).float()
         return rounded * scale, None, {}
 
     def __repr__(self) -> str:
-        return f"{self.spec}: the attacker sees every state, in order, rounded to 8 bits"
+        bits, way = 4 if self.dtype == "int4" else 8, ", up or down at random" * self.stochastic
+        return f"{self.spec}: the attacker sees every state, in order, rounded to {bits} bits{way}"
+
+
+def _spacing(numbers: Float[Tensor, "rows d"], kind: torch.dtype) -> Float[Tensor, "rows d"]:
+    """Return the distance between the two numbers of a float dtype that each number lies between."""
+    format = torch.finfo(kind)
+    exponents = torch.frexp(numbers).exponent - 1  # frexp's mantissa is between a half and one
+    return format.eps * torch.exp2(exponents.float()).clamp(min=format.smallest_normal)

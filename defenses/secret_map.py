@@ -1,15 +1,18 @@
 """Hide states behind a secret linear map: an orthogonal one of their coordinates, or one that mixes their rows."""
 
+import math
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hiddenlab.errors import InputError
+from hiddenlab.row_facts import with_extra_rows
 from hiddenlab.secret_maps import with_map
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
-from hiddenlab.utils.random import orthogonal
+from hiddenlab.utils.random import alike, orthogonal
 
 Rows = Float[Tensor, "rows d"]
 
@@ -68,19 +71,35 @@ def _mirrored(states: Rows, mirrors: Rows) -> Rows:
 class RowMixing(Stage):
     """Release secret mixtures of the states, as many as there are states, in place of the states.
 
-    The square matrix that mixes them is drawn anew for each prompt.
+    The square matrix that mixes them is drawn anew for each prompt. Shield rows are normal numbers that are mixed with
+    the states, so that there are as many more mixtures (GELO, Belikov and Fedotov 2026, arXiv 2603.05035).
 
     Args:
         kind: ``gaussian`` (independent normal entries of variance 1 / rows) or ``orthogonal`` (drawn evenly).
+        shield: how many shield rows. The attacker knows it.
+        energy: their root mean square, in that of the states.
+
+    Raises:
+        InputError: ``shield`` is negative, or ``energy`` is not positive.
     """
 
-    def __init__(self, kind: Literal["gaussian", "orthogonal"] = "gaussian") -> None:
-        self.kind = kind
-        self.spec = "row-mixing" if kind == "gaussian" else f"row-mixing:kind={kind}"
+    def __init__(
+        self, kind: Literal["gaussian", "orthogonal"] = "gaussian", shield: int = 0, energy: float = 4.0
+    ) -> None:
+        if shield < 0 or not (math.isfinite(energy) and energy > 0):
+            raise InputError(
+                f"row-mixing needs shield of 0 or more and energy above 0, not {shield}, {energy}"
+            )
+        self.kind, self.adds, self.energy = kind, shield, float(energy)
+        given = [f"kind={kind}"] * (kind != "gaussian") + [f"shield={shield}"] * bool(shield)
+        given += [f"energy={self.energy!r}"] * (bool(shield) and self.energy != 4.0)
+        self.spec = ":".join(["row-mixing", ",".join(given)][: 1 + bool(given)])
 
     def states(
         self, states: Rows, generator: torch.Generator
-    ) -> tuple[Rows, tuple[int, ...] | None, dict[str, Any]]:
+    ) -> tuple[Float[Tensor, "more d"], tuple[int, ...] | None, dict[str, Any]]:
+        if self.adds:
+            states = torch.cat([states, alike(states, self.adds, generator, self.energy).to(states)])
         rows = len(states)
         if self.kind == "orthogonal":
             drawn = orthogonal(rows, generator)
@@ -88,14 +107,16 @@ class RowMixing(Stage):
             drawn = torch.randn(rows, rows, generator=generator, dtype=torch.float64) / rows**0.5
         return drawn.to(states) @ states, None, {"mixing": drawn}
 
-    def undo(self, states: Rows, details: dict[str, Any]) -> Rows:
-        return torch.linalg.solve(details["mixing"].to(states.device), states.double()).to(states)
+    def undo(self, states: Float[Tensor, "more d"], details: dict[str, Any]) -> Rows:
+        solved = torch.linalg.solve(details["mixing"].to(states.device), states.double()).to(states)
+        return solved[: len(solved) - self.adds]
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
-        return with_map(info, "rows")
+        return with_map(with_extra_rows(info, self.adds) if self.adds else info, "rows")
 
     def __repr__(self) -> str:
+        more = f" and {self.adds} shield rows" * bool(self.adds)
         return (
-            f"{self.spec}: the attacker sees as many mixtures as there are states and knows the model; "
+            f"{self.spec}: the attacker sees as many mixtures as there are states{more} and knows the model; "
             "only the provider knows how they were mixed"
         )

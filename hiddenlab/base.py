@@ -8,6 +8,7 @@ from typing import TypeVar
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import check_info, check_observation
+from hiddenlab.row_facts import extra_rows
 from hiddenlab.scoring import pieces_of
 from hiddenlab.secret_maps import is_mapped
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress, silent
@@ -32,6 +33,7 @@ class Attack:
         any_width: the attack reads rows of any width and checks them itself: fingerprints, parts of states. Others get
             rows as wide as the model's states alone.
         secret_maps: the attack reads rows behind a secret linear map; others would take them for states.
+        extra_rows: the attack reads observations of which some rows are no token's; others would name a token for each.
         parts: names of the parts that an option ``without`` can leave out, to measure what each brings.
         use_when: what follows "Use it when" in ``hiddenlab list attacks``, without a full stop at the end.
         measured: what preparation measured, by name (seconds of training, epsilon, weights); part of a run's record.
@@ -40,6 +42,7 @@ class Attack:
     batch: int = 1
     any_width: bool = False
     secret_maps: bool = False
+    extra_rows: bool = False
     parts: tuple[str, ...] = ()
     use_when: str = ""
     progress: Progress = staticmethod(silent)
@@ -67,6 +70,10 @@ class Attack:
         if is_mapped(info) and not self.secret_maps:
             raise NotApplicableError(
                 f"{type(self).__name__} does not read rows behind a secret linear map; vocab-match does"
+            )
+        if extra_rows(info) and not self.extra_rows:
+            raise NotApplicableError(
+                f"{type(self).__name__} does not read rows among which some are no token's; vocab-match does"
             )
         if model is not self._model or seed != self.seed:
             self._forget()

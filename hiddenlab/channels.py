@@ -5,7 +5,7 @@ which of its facts are public. Stages of one level apply left to right. The leve
 computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` have the same effect in either order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
@@ -20,10 +20,14 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.quantized import quiet_bitsandbytes
 from hiddenlab.models.request import packs
+from hiddenlab.secret_maps import mixes_rows
 from hiddenlab.stages import (
     Defense,
+    Mixing,
     Stage,
+    added_rows,
     build_defense,
+    changes_states,
     check_release,
     has_unknown_strength,
     overrides,
@@ -36,6 +40,7 @@ from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from hiddenlab.utils.random import generator
 
 LOAD_OPTIONS = ("dtype", "quantization")
+OfTexts = Callable[[list[Tensor]], list[Tensor]]  # the provider's states of inputs
 SELECTION_FACTS = ("tokens", "shard")  # facts of prompts of which only some rows are shown
 
 
@@ -68,6 +73,14 @@ class Channel:
                 f"{selecting[0]} shows rows of known positions; it goes with neither permuted rows nor another "
                 "choice of rows"
             )
+        for i, defense in enumerate(self.defenses):
+            if not added_rows(defense):
+                continue
+            if selecting:
+                raise InputError(f"{selecting[0]} shows rows of known positions; {defense.spec} hides them")
+            before = [other.spec for other in self.defenses[:i] if changes_states(other)]
+            if isinstance(defense, Mixing) and before:
+                raise InputError(f"{defense.spec} adds plain states; give it before {before[0]}")
         if len(unknown := [defense.spec for defense in self.defenses if has_unknown_strength(defense)]) > 1:
             raise InputError(f"{' and '.join(unknown)}: only one stage may be of unknown strength")
         # Contradictory load options are refused here, before any model is loaded.
@@ -166,8 +179,13 @@ class Channel:
             requests = [Request(provider.prefix(), prompt.inputs) for prompt in pack]
             with quiet_bitsandbytes():
                 answers = provider.run(requests, keep=False)
+
+            def run(inputs: list[Tensor]) -> list[Tensor]:
+                requests = [Request(provider.prefix(), own) for own in inputs]
+                return [answer.states for answer in provider.run_all(requests, keep=False)]
+
             released += [
-                self._finish(prompt, answer.states, info)
+                self._finish(prompt, answer.states, info, provider, run)
                 for prompt, answer in zip(pack, answers, strict=True)
             ]
         return released
@@ -199,9 +217,14 @@ class Channel:
                 answers = provider.run_layers(requests, layers)
             for prompt, states in zip(pack, answers, strict=True):
                 drawn = prompt.generator.get_state()
-                for at, info, own in zip(released, infos, states.values(), strict=True):
+                for at, info, (layer, own) in zip(released, infos, states.items(), strict=True):
+
+                    def run(inputs: list[Tensor], layer: int = layer) -> list[Tensor]:
+                        asked = [Request(provider.prefix(), one) for one in inputs]
+                        return [found[layer] for found in provider.run_layers(asked, [layer])]
+
                     prompt.generator.set_state(drawn)
-                    at.append(self._finish(prompt, own, info))
+                    at.append(self._finish(prompt, own, info, provider, run))
         return released
 
     def _packs(
@@ -263,13 +286,30 @@ class Channel:
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
         # The prompt's own generator lives on the CPU, so that a seed gives the same secret on every device.
         own = torch.Generator().manual_seed(seed)
+        return _Prepared(tuple(tokens), self._inputs(provider, tokens, own), seed, own)
+
+    def _inputs(self, provider: TruncatedModel, tokens: Sequence[int], own: torch.Generator) -> Tensor:
         inputs = torch.tensor(list(tokens), device=provider.device)
         if self._changes_inputs:
             # Token ids are kept where no stage changes inputs: some architectures need more than the embedding.
             inputs, table = provider.embed(inputs), self._table(provider)
             for defense in self.defenses:
                 inputs = defense.inputs(inputs, table, own).to(provider.dtype)
-        return _Prepared(tuple(tokens), inputs, seed, own)
+        return inputs
+
+    def _returned(
+        self, defense: Defense, states: Tensor, prepared: _Prepared, provider: TruncatedModel, run: OfTexts
+    ) -> Any:
+        """Return what a stage makes of states; one that needs other texts gets theirs, which passed the same inputs."""
+        if not isinstance(defense, Mixing):
+            return defense.states(states, prepared.generator)
+        texts = defense.texts(provider, len(prepared.tokens), prepared.generator)
+        with quiet_bitsandbytes():
+            others = (
+                run([self._inputs(provider, text, prepared.generator) for text in texts]) if texts else []
+            )
+        own = [other[len(other) - len(text) :] for other, text in zip(others, texts, strict=True)]
+        return defense.mixed(states, own, prepared.generator)
 
     def _table(self, provider: TruncatedModel) -> Tensor:
         """Return every token's embedding as the model's embedding module gives it (some modules scale it)."""
@@ -281,7 +321,12 @@ class Channel:
         return self._tables[provider]
 
     def _finish(
-        self, prepared: _Prepared, states: Float[Tensor, "m d"], info: ObservationInfo
+        self,
+        prepared: _Prepared,
+        states: Float[Tensor, "m d"],
+        info: ObservationInfo,
+        provider: TruncatedModel,
+        run: OfTexts,
     ) -> tuple[Observation, GroundTruth]:
         rows = len(prepared.tokens)
         if len(states) != rows + info.prefix_tokens:
@@ -294,7 +339,7 @@ class Channel:
         # A copy: the pass's buffer holds the states of the prefix and of other prompts too.
         states = states[len(states) - rows :].clone()
         for defense in self.defenses:
-            returned: Any = defense.states(states, prepared.generator)
+            returned = self._returned(defense, states, prepared, provider, run)
             if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], Tensor)):
                 raise HiddenlabError(
                     f"the method 'states' of the defense {defense.spec} must return three things: the rows as a "
@@ -325,7 +370,10 @@ class Channel:
         states = observation.states
         for defense, own in reversed(drawn):
             if not selects_rows(defense) and own.get("row_order") is not None:
-                states = states[torch.tensor(own["row_order"]).argsort()]
+                order = torch.tensor(own["row_order"])
+                states = states[
+                    order.argsort()[int((order < 0).sum()) :]
+                ]  # rows that are no token's are dropped
             states = defense.undo(states, own) if isinstance(defense, Stage) else states
         return states
 
@@ -353,13 +401,12 @@ def suppose(info: ObservationInfo, strength: float) -> ObservationInfo:
 
 
 def in_order(observation: Observation, truth: GroundTruth) -> Float[Tensor, "rows d"]:
-    """Return the rows of one's own release in the prompt's order."""
+    """Return the rows of one's own release in the prompt's order, without those of no token; mixtures as they are."""
     states = observation.states
-    return (
-        states
-        if truth.row_order is None
-        else states[torch.tensor(truth.row_order, device=states.device).argsort()]
-    )
+    if truth.row_order is None or mixes_rows(observation.info):
+        return states
+    order = torch.tensor(truth.row_order, device=states.device)
+    return states[order.argsort()[int((order < 0).sum()) :]]
 
 
 def by_channel(observations: Iterable[Observation], size: int) -> Iterator[list[Observation]]:

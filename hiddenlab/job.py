@@ -23,6 +23,7 @@ from hiddenlab.models.load import checked_layer, load_config, resolve_model
 from hiddenlab.observation import check_observation
 from hiddenlab.options import Stream
 from hiddenlab.prompts import Prompt
+from hiddenlab.row_facts import extra_rows
 from hiddenlab.text import count_of
 from hiddenlab.types import LAST_STREAMS, GroundTruth, Observation, ObservationInfo, Progress, silent
 from hiddenlab.utils.random import generator
@@ -397,10 +398,11 @@ def _given(
 def _fits(truth: GroundTruth, observation: Observation) -> bool:
     """Return whether an observation can be of this prompt, by its length; of a shard, by its last row."""
     places, order = observation.info.positions, truth.row_order
-    if observation.info.rows_permuted and sorted(order or ()) != list(range(len(truth.tokens))):
+    extra, tokens = extra_rows(observation.info), list(range(len(truth.tokens)))
+    if observation.info.rows_permuted and sorted(order or ())[-len(tokens) :] != tokens:
         return False
     if places is None:
-        return len(truth.tokens) == len(observation.states)
+        return len(truth.tokens) == len(observation.states) - extra
     return len(places) == len(observation.states) and places[-1] < len(truth.tokens)
 
 

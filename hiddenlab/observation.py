@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.projections import projection_of
+from hiddenlab.row_facts import extra_rows
 from hiddenlab.types import Observation, ObservationInfo, Site
 from hiddenlab.utils.files import save_tensors
 from hiddenlab.utils.schema import CLOSED, parse
@@ -159,6 +160,10 @@ def check_observation(observation: Observation, model: TruncatedModel, *, any_wi
         InputError: another width, another model (by signature), or another layer or stream.
     """
     info, width = observation.info, observation.states.shape[1]
+    if extra_rows(info) >= len(observation.states):
+        raise InputError(
+            f"of {len(observation.states)} rows {extra_rows(info)} should be no token's, so that no token is left"
+        )
     view = projection_of(info)
     logits = info.site.stream == "logits"
     expected = view.count if view is not None else model.vocab_size if logits else model.width

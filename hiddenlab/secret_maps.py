@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.row_facts import KEPT, ROW_SPACE, extra_rows
 from hiddenlab.types import ObservationInfo
 
 FACT = "secret_map"
@@ -32,6 +33,11 @@ def is_mapped(info: ObservationInfo) -> bool:
     return FACT in info.facts
 
 
+def mixes_rows(info: ObservationInfo) -> bool:
+    """Return whether each released row is a mixture of rows, so that none is of one token."""
+    return "rows" in info.facts.get(FACT, ())
+
+
 def invariant_of(info: ObservationInfo) -> Invariant | None:
     """Return what the secret maps of an observation's rows leave, None where there is no map.
 
@@ -50,10 +56,18 @@ def invariant_of(info: ObservationInfo) -> Invariant | None:
         )
     if info.rows_permuted and "rows" not in maps:
         raise NotApplicableError("rows behind a secret map of their coordinates are read in order only")
+    if extra_rows(info) and "rows" not in maps:
+        raise NotApplicableError(
+            "rows behind a secret map of their coordinates are read only where all are tokens'"
+        )
     if info.positions is not None:
         raise NotApplicableError("rows behind a secret map are read only where every token has a row")
     if "projection" in info.facts:
         raise NotApplicableError("projections of mapped rows cannot be compared with a candidate's")
+    if info.facts.keys() & {KEPT, ROW_SPACE}:
+        raise NotApplicableError(
+            "mapped rows that show only a part of each state cannot be compared with a candidate's"
+        )
     if info.columns_permuted == "per-row":
         return "norms"
     return LEAVES[[of for of in LEAVES if of in maps][-1]]

@@ -17,8 +17,9 @@ class Defense(Protocol):
     """One stage of a channel. All randomness comes from the generator, so that a seed repeats a release.
 
     ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only some
-    of the rows has ``selects = True``. One whose strength only the provider knows has ``supposed(strength)``, which
-    returns the same stage with a strength that an attacker assumes.
+    of the rows has ``selects = True``; one that adds rows which are no token's has ``adds``, their number. One whose
+    strength only the provider knows has ``supposed(strength)``, which returns the same stage with a strength that an
+    attacker assumes.
     """
 
     spec: str
@@ -48,11 +49,31 @@ class Defense(Protocol):
         ...
 
 
+@runtime_checkable
+class Mixing(Protocol):
+    """A defense that adds rows, for which it needs the states of other texts."""
+
+    def texts(self, model: Any, tokens: int, generator: torch.Generator) -> list[list[int]]:
+        """Return the tokens of texts whose states ``mixed`` needs.
+
+        Args:
+            model: the provider's. tokens: of the prompt.
+        """
+        ...
+
+    def mixed(
+        self, states: Float[Tensor, "rows d"], others: list[Float[Tensor, "_ d"]], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "more d"], tuple[int, ...], dict[str, Any]]:
+        """Return what ``states`` returns; the order has -1 for rows that are no token's."""
+        ...
+
+
 class Stage:
     """A defense that does nothing; built-ins override what they change and leave the rest."""
 
     spec = "identity"
     selects = False
+    adds = 0
 
     def __repr__(self) -> str:
         return self.spec
@@ -70,10 +91,11 @@ class Stage:
     ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
         return states, None, {}
 
-    def undo(self, states: Float[Tensor, "rows d"], details: dict[str, Any]) -> Float[Tensor, "rows d"]:
+    def undo(self, states: Float[Tensor, "more d"], details: dict[str, Any]) -> Float[Tensor, "rows d"]:
         """Return released states as one gets them who knows the secret details that ``states`` returned.
 
-        It measures what a defense costs its rightful user; no attack calls it. Rows are in their first order already.
+        It measures what a defense costs its rightful user; no attack calls it. Rows are in their first order already,
+        without those that the order says are no token's.
         """
         return states
 
@@ -135,8 +157,16 @@ def overrides(defense: Defense, method: str) -> bool:
     return getattr(type(defense), method, None) is not getattr(Stage, method)
 
 
+def changes_states(defense: Defense) -> bool:
+    return overrides(defense, "states") or isinstance(defense, Mixing)
+
+
 def selects_rows(defense: Defense) -> bool:
     return bool(getattr(defense, "selects", False))
+
+
+def added_rows(defense: Defense) -> int:
+    return int(getattr(defense, "adds", 0))
 
 
 def has_unknown_strength(defense: Defense) -> bool:
@@ -154,7 +184,7 @@ def permutes_rows(defense: Defense) -> bool:
 
 def check_release(defense: Defense, before: Tensor, states: Tensor, order: tuple[int, ...] | None) -> None:
     """Check the rows and order of a stage: a plugin that loses rows would otherwise corrupt the scores silently."""
-    rows = len(before)
+    rows, more = len(before), added_rows(defense)
     if not bool(states.isfinite().all()) and bool(before.isfinite().all()):
         raise HiddenlabError(f"the defense {defense.spec} released NaN or infinity")
     if selects_rows(defense):
@@ -162,9 +192,11 @@ def check_release(defense: Defense, before: Tensor, states: Tensor, order: tuple
         if states.ndim != 2 or len(states) != len(kept) or list(kept) != sorted(set(kept) & set(range(rows))):
             raise HiddenlabError(f"the defense {defense.spec} does not say which of {rows} rows it released")
         return
-    if states.ndim != 2 or len(states) != rows:
-        raise HiddenlabError(f"the defense {defense.spec} released {tuple(states.shape)}, not {rows} rows")
-    if order is not None and sorted(order) != list(range(rows)):
+    if states.ndim != 2 or len(states) != rows + more:
+        raise HiddenlabError(
+            f"the defense {defense.spec} released {tuple(states.shape)}, not {rows + more} rows"
+        )
+    if order is not None and sorted(order) != [-1] * more + list(range(rows)):
         raise HiddenlabError(
             f"the defense {defense.spec} reports a row order that is no permutation of {rows} rows"
         )

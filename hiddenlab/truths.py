@@ -11,7 +11,7 @@ from pydantic import Field
 from hiddenlab.errors import InputError
 from hiddenlab.types import GroundTruth
 from hiddenlab.utils.files import write_file
-from hiddenlab.utils.schema import CLOSED, Count, TokenId, parse, read_bytes
+from hiddenlab.utils.schema import CLOSED, LARGEST, TokenId, parse, read_bytes
 
 TRUTH_FORMAT = 1
 
@@ -23,7 +23,7 @@ class _Truth:
     __pydantic_config__ = CLOSED
 
     tokens: Annotated[tuple[TokenId, ...], Field(min_length=1)]
-    row_order: tuple[Count, ...] | None = None
+    row_order: tuple[Annotated[int, Field(ge=-1, le=LARGEST)], ...] | None = None  # -1: a row of no token
 
     def secret(self) -> GroundTruth:
         return GroundTruth(self.tokens, self.row_order)
@@ -58,7 +58,7 @@ def load_truth(path: Path) -> list[GroundTruth]:
     stored = parse(read_bytes(path), _Truths, str(path), TRUTH_FORMAT)
     secrets = [row.secret() for row in stored.secrets]
     for i, truth in enumerate(secrets):
-        order = truth.row_order or ()
+        order = [place for place in truth.row_order or () if place >= 0]
         if len(set(order)) < len(order) or max(order, default=0) >= len(truth.tokens):
             raise InputError(f"{path}: secrets[{i}].row_order names a row twice, or one that there is not")
     return secrets

@@ -128,7 +128,8 @@ class Observation:
     """Hidden states as a defense released them, with every public fact about them.
 
     Attributes:
-        states: one row for each prompt token, in the released order, dtype as released.
+        states: one row for each prompt token, in the released order, dtype as released; more where the facts say that
+            some rows are no token's (``hiddenlab.row_facts``).
         info: the public facts.
     """
 
@@ -233,7 +234,8 @@ class GroundTruth:
 
     Attributes:
         tokens: the prompt's token ids.
-        row_order: released row r is the state of token ``row_order[r]``, or None where rows were not permuted.
+        row_order: released row r is the state of token ``row_order[r]``, of none if that is -1; None where rows are the
+            tokens' in order.
         details: whatever else a defense drew (column permutations, noise …), by defense spec.
         text: the prompt's text, None where only its tokens are known.
     """

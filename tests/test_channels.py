@@ -132,6 +132,14 @@ def test_a_mixture_is_solved_for_by_who_knows_it(model: TruncatedModel) -> None:
     assert torch.allclose(back, plain(model), atol=1e-3)
 
 
+@pytest.mark.parametrize("spec", ["decoys:count=5", "row-mixing:kind=orthogonal,shield=3"])
+def test_who_knows_which_rows_are_no_tokens_drops_them(model: TruncatedModel, spec: str) -> None:
+    channel = Channel.parse([spec])
+    observation, secret = channel.release(model, TOKENS, 2)
+    assert len(observation.states) > len(TOKENS)
+    assert torch.allclose(channel.received(observation, secret), plain(model), atol=1e-4)
+
+
 def test_what_rounding_loses_no_receiver_gets_back(model: TruncatedModel) -> None:
     channel = Channel.parse(["round:int8", "orthogonal:fresh=row", "seq-perm"])
     rounded = release(model, "round:int8")[0].states

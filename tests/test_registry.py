@@ -70,8 +70,10 @@ def test_unknown_names_get_the_nearest_and_the_list() -> None:
 @pytest.mark.parametrize("name", registry.BUILTINS["defenses"])
 def test_every_builtin_defense_is_there_and_says_who_knows_what(name: str) -> None:
     needed = {
-        "gaussian": ":sigma=0.5", "dtype": ":bfloat16", "shard": ":alpha=4,c=2,m=2,queries=0,keys=3",
-        "drop-rows": ":size=2", "round": ":int8", "project": ":count=4,seed=2,sigma=0.5",
+        "gaussian": ":sigma=0.5", "sparsify": ":keep=0.5", "dtype": ":bfloat16",
+        "shard": ":alpha=4,c=2,m=2,queries=0,keys=3", "drop-rows": ":size=2", "round": ":int8",
+        "project": ":count=4,seed=2,sigma=0.5", "decoys": ":count=2", "kv-cloak": ":heads=2,mask=false",
+        "truncated-svd": ":share=0.5", "output-noise": ":sigma=0.5,scale=none,kind=laplace",
     }  # fmt: skip
     defense = registry.build("defenses", name + needed.get(name, ""))
     again = registry.build("defenses", defense.spec)

@@ -167,6 +167,7 @@ class MissingTokenSearch(Attack):
         with torch.inference_mode():
             prefix = _prefix_of(model, info.prefix_tokens, predictions)
             states = observation.states.to(model.device).float()
+            prepared = replace(prepared, matcher=prepared.matcher.bound(states))
             for row in range(lead, len(positions)):
                 gap = Gap(prepared, earlier, clearance, lm, prefix, states[row], self.breadth, self.budget)
                 missing = positions[row] - len(predictions)

@@ -74,7 +74,9 @@ def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed
     behind, floor, wrong = max(BACK) + 1, 0.0, dict.fromkeys(BACK, math.inf)
     with torch.inference_mode():
         for tokens, replaced, answer in zip(windows, others.to(model.device), answers, strict=True):
-            row = matcher.prepare(in_order(*answer)[-1:].to(model.device))
+            rows = in_order(*answer).to(model.device)
+            bound = matcher.bound(rows)
+            row = bound.prepare(rows[-1:])
             branches = tokens[-behind:].repeat(len(BACK), WRONG, 1)
             for i, back in enumerate(BACK):
                 branches[i, :, -1 - back] = replaced[i]
@@ -82,7 +84,7 @@ def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed
             prefix.extend(tokens[:-behind])
             every = torch.cat([tokens[None, -behind:], branches.flatten(0, 1)])
             ran = model.run([Request(prefix, tokens[:0], branches=every)], keep=False)[0].branches
-            states = matcher.view(ran.unflatten(0, (len(every), -1))[:, -1])
+            states = bound.view(ran.unflatten(0, (len(every), -1))[:, -1])
             apart = matcher.pairs(candidates=states, observed=row.expand_as(states)) / matcher.norms(row)
             floor = max(floor, float(apart[0]))
             for i, (back, distances) in enumerate(zip(BACK, apart[1:].split(WRONG), strict=True)):

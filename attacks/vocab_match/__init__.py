@@ -43,6 +43,7 @@ from hiddenlab.proposals.regressions import (
 )
 from hiddenlab.proposals.ridge import FEWEST_ROWS, KnownRows
 from hiddenlab.proposals.store import adapter_for, first_token_table_for, has_trained_probe, probe_for
+from hiddenlab.row_facts import extra_rows
 from hiddenlab.secret_maps import is_mapped
 from hiddenlab.summary import NO_STATE
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
@@ -108,7 +109,7 @@ class VocabMatch(Attack):
             table of states of first tokens.
     """
 
-    secret_maps = True
+    secret_maps = extra_rows = True
     use_when = "you have the state of every token, in order or shuffled, and the weights of the model"
     parts = ("screening", "failures", "reading", "opener", "first-tokens")
 
@@ -301,7 +302,8 @@ class VocabMatch(Attack):
         """Return whether rows are whole states in a known order, which the layers behind them can read."""
         known = info.columns_permuted is None and not info.rows_permuted and not info.prefix_tokens
         asked = self.search == "speculative" and self.proposal == "probe+lm" and "reading" not in self.without
-        return asked and known and projection_of(info) is None and not is_mapped(info)
+        own = projection_of(info) is None and not is_mapped(info) and not extra_rows(info)
+        return asked and known and own
 
     def _regression(self, info: ObservationInfo) -> Probe:
         """Return the regression of the known rows."""
@@ -457,25 +459,16 @@ class VocabMatch(Attack):
         for raw, score, shortlist in zip(states, scores, ids, strict=True):
             bound = matcher.bound(raw)
             rows = bound.prepare(raw)
-            tasks.append(
-                Task(
-                    model,
-                    bound,
-                    proposer,
-                    raw,
-                    rows,
-                    threshold.limits(matcher, rows),
-                    model.prefix(offset=info.prefix_tokens),
-                    not info.rows_permuted or expected is not None,
-                    self.budget,
-                    shortlist,
-                    score,
-                    overlapping=not (threshold.separable or threshold.absolute),
-                    explained=explained_by(bound.frame, expected),
-                    apart=threshold.apart,
-                    screen=prepared.screen,
-                )
-            )
+            # Mixed rows may be more than there are tokens; nothing reads one of them alone.
+            task = Task(
+                model, bound, proposer, raw[: len(rows)], rows, threshold.limits(matcher, rows),
+                model.prefix(offset=info.prefix_tokens), not info.rows_permuted or expected is not None,
+                self.budget, shortlist, score, screen=prepared.screen,
+                overlapping=not (threshold.separable or threshold.absolute),
+                explained=explained_by(bound.frame, expected), apart=threshold.apart,
+                extra=0 if bound.frame is not None else bound.extra,
+            )  # fmt: skip
+            tasks.append(task)
         return tasks
 
     def __repr__(self) -> str:

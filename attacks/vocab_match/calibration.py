@@ -114,22 +114,29 @@ class Trainer:
         released: Sequence[tuple[Observation, GroundTruth]],
         budget: int,
     ) -> None:
-        self.model, self.matcher = model, matcher
+        self.model = model
         self.texts = [torch.tensor(truth.tokens, device=model.device) for _, truth in released]
-        self.rows = [
-            matcher.prepare(observation.states.to(model.device).float()) for observation, _ in released
-        ]
+        states = [observation.states.to(model.device).float() for observation, _ in released]
+        self.matchers = [matcher.bound(rows) for rows in states]
+        self.rows = [bound.prepare(rows) for bound, rows in zip(self.matchers, states, strict=True)]
         self.offset = released[0][0].info.prefix_tokens
         self.positions: list[list[Position]] = []
-        for (observation, truth), rows, tokens in zip(released, self.rows, self.texts, strict=True):
+        for (observation, truth), matcher, rows, tokens in zip(
+            released, self.matchers, self.rows, self.texts, strict=True
+        ):
             places = truth.row_order or range(len(rows))
             # The right tokens run as candidates do, since chains and branches are rounded differently.
-            states = self._branches(tokens, tokens, torch.arange(len(tokens), device=model.device))
-            right = matcher.table(candidates=matcher.view(states), observed=rows)
+            own = self._branches(tokens, tokens, torch.arange(len(tokens), device=model.device))
+            right = matcher.table(candidates=matcher.view(own), observed=rows)
             text = list[Position]()
             shuffled = observation.info.rows_permuted
+            # Rows of no token are free to the end.
             targets = [
-                [row for row, place in enumerate(places) if (place >= i if shuffled else place == i)]
+                [
+                    row
+                    for row, place in enumerate(places)
+                    if place < 0 or (place >= i if shuffled else place == i)
+                ]
                 for i in range(len(tokens))
             ]
             for i, order in enumerate(_orders(model, proposer, tokens, budget)):
@@ -209,9 +216,10 @@ class Trainer:
         states = self._branches(
             self.texts[text], torch.cat(parts).to(device), torch.tensor(parents, device=device)
         )
-        views = self.matcher.view(states).split([count for _, count in asked])
+        matcher = self.matchers[text]
+        views = matcher.view(states).split([count for _, count in asked])
         for (position, _), view in zip(asked, views, strict=True):
-            table = self.matcher.table(candidates=view, observed=self.rows[text][position.targets])
+            table = matcher.table(candidates=view, observed=self.rows[text][position.targets])
             position.nearest = torch.cat([position.nearest, table.amin(1).cpu()])
 
     def _branches(

@@ -48,7 +48,7 @@ def look_ahead(task: Task) -> Search:
     answer: Answer = yield ForwardCall(task.model, Request(look.prefix, token))
     look.prefix.keep(answer, tokens=1)
     look.accept(first)
-    while look.free and len(look.found) <= (BLIND_ROWS if blind else ROWS):
+    while len(look.found) < look.count and len(look.found) <= (BLIND_ROWS if blind else ROWS):
         yield from find_next(look)
         if _fits(look.found[-1]):
             return False

@@ -19,7 +19,7 @@ from hiddenlab.types import TokenPrediction
 
 def as_printed(task: Task) -> Search:
     """Search one position after the other, to the end of the vocabulary or of the budget."""
-    while len(task.found) < len(task.rows):
+    while len(task.found) < task.count:
         next_token = None if task.lm is None else (yield from task.lm.next_token(task.tokens))
         yield from _search_position(task, in_proposal_order(task, next_token))
 

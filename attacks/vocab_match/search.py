@@ -1,5 +1,7 @@
 """Search a prompt's tokens by speculative verification, or step by step where a guess is not worth verifying."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,25 @@ FEW = 32  # candidates of each further row where rows are not of this site; the 
 
 def stepwise(task: Task) -> Search:
     """Search one position after the other, candidates in proposal order (Algorithms 1, 4, 5, 6)."""
-    while len(task.found) < len(task.rows):
+    if task.extra:
+        yield from _opening_among_decoys(task)
+    while len(task.found) < task.count:
         yield from _next(task)
+
+
+def _opening_among_decoys(task: Task) -> Search:
+    """Find the first two tokens; a row whose token is followed by none may be the beginning of another text."""
+    while task.count > 1 and len(task.decoys) < task.extra:
+        trial = replace(task, prefix=task.model.prefix(offset=task.prefix.offset), found=[])
+        yield from find_next(trial)
+        if not trial.found[0].verified:
+            return
+        yield from find_next(trial)
+        if trial.found[1].verified:
+            vars(task).update(vars(trial))
+            return
+        task.decoys = task.decoys | {trial.found[0].row}
+    task.decoys = frozenset()
 
 
 def _next(task: Task, trials: Trials | None = None, first: Tensor | None = None) -> Search:
@@ -29,7 +48,7 @@ def _next(task: Task, trials: Trials | None = None, first: Tensor | None = None)
     yield from find_next(task, trials, first)
     if opening and unexplained(task) and (yield from look_ahead(task)):
         task.foreign, task.budget = True, FEW
-        while len(task.found) < len(task.rows):
+        while len(task.found) < task.count:
             yield from find_next(task)
 
 
@@ -42,9 +61,9 @@ def speculative(task: Task) -> Search:
     round's guess, so that one pass corrects several misses. Only where branches fail is a position searched by itself.
     docs/internals/search.md explains it.
     """
-    if task.shortlist is not None and task.ordered:
+    if task.shortlist is not None and task.in_line:
         yield from _rerank(task)
-    if task.shortlist is None or not task.ordered or _confidence(task).mean() < STEPWISE_BELOW:
+    if task.shortlist is None or not task.in_line or _confidence(task).mean() < STEPWISE_BELOW:
         yield from stepwise(task)
         return
     if task.proposer.first_tokens is not None:

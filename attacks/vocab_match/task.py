@@ -49,6 +49,7 @@ class Task:
         explained: how likely each token makes a row behind a secret map; in place of the probe.
         apart: how far right and wrong candidates come behind a secret map and noise.
         screen: runs large batches first, where that is faster; None runs every candidate in the truncated model alone.
+        extra: how many rows are no token's. decoys: rows that turned out to be such.
         exhausted: vocabulary or budget were used up at some position. foreign: no row looks like a state of this site.
     """
 
@@ -73,6 +74,8 @@ class Task:
     explained: Explained | None = None
     apart: Apart | None = None
     screen: Screen | None = None
+    extra: int = 0
+    decoys: frozenset[int] = frozenset()
     shadow: Prefix | None = None
     _table: Float[Tensor, "rows v"] | None = None
 
@@ -92,9 +95,26 @@ class Task:
         """Return the distinct tokens found so far, the latest first, at most ``MAX_COPIES``."""
         return list(dict.fromkeys(reversed(self.tokens)))[:MAX_COPIES]
 
+    @property
+    def count(self) -> int:
+        """How many tokens the rows are of."""
+        return len(self.rows) - self.extra
+
+    @property
+    def in_line(self) -> bool:
+        """Whether each row is known to be of the token at its place."""
+        return self.ordered and not self.extra
+
     def targets(self) -> list[int]:
-        """Return the rows that the next token may match: its own, or all free ones where the order is unknown."""
-        return [len(self.found)] if self.ordered else self.free
+        """Return the rows that the next token may match: its own, or all free ones where the order is unknown.
+
+        Of rows in order among which some are no token's, so many are left out that the others suffice.
+        """
+        if not self.ordered:
+            return [row for row in self.free if row not in self.decoys]
+        first = self.found[-1].row + 1 if self.found else 0
+        last = first + self.extra - (first - len(self.found))
+        return [row for row in range(first, last + 1) if row not in self.decoys]
 
     def of_rows(self, targets: Sequence[int]) -> Float[Tensor, " v"] | None:
         """Return the probe's log-probability of each token for the best of some rows; None without a probe.
@@ -435,7 +455,7 @@ def _settle(task: Task, trials: Trials, targets: list[int]) -> Search:
     """
     start = len(task.found)
     count, guesses = 1, torch.empty(0, dtype=torch.long, device=task.rows.device)
-    if task.overlapping and task.ordered and task.shortlist is not None:
+    if task.overlapping and task.in_line and task.shortlist is not None:
         count = max(1, min(CONTENDERS, trials.count // (1 + AHEAD)))  # costs no more than what was tried
     contenders = trials.nearest_few(count, targets, task.limits)
     contenders = [

@@ -10,6 +10,7 @@ from hiddenlab.base import Attack
 from hiddenlab.errors import HiddenlabError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.records import RecordError
+from hiddenlab.row_facts import extra_rows
 from hiddenlab.text import first_line
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress
 
@@ -93,7 +94,7 @@ def verified(result: AttackResult) -> int:
 
 def solved(result: AttackResult, observation: Observation) -> bool:
     """Return whether an attack is sure of the token of every row, so that no other attack need run."""
-    return verified(result) >= len(observation.states) > 0
+    return verified(result) >= len(observation.states) - extra_rows(observation.info) > 0
 
 
 def attack_all(

@@ -13,7 +13,7 @@ from hiddenlab.eval.assess.readings import truth_of
 from hiddenlab.eval.measures.attack import degradation, name_of
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
-from hiddenlab.stages import overrides
+from hiddenlab.stages import changes_states
 from hiddenlab.types import GroundTruth, Observation, Progress
 from hiddenlab.utils.random import generator
 
@@ -36,7 +36,7 @@ def utility_of(
     """Return what a defense does to the model's own answers, for who may undo it, or why that was not measured."""
     texts = [list(truth_of(case).tokens[:UTILITY_TOKENS]) for case in cases]
     try:
-        changes_rows = any(overrides(defense, "states") for defense in channel.defenses)
+        changes_rows = any(map(changes_states, channel.defenses))
         passed = model if changes_rows else model.sibling(stream="logits", dtype=name_of(model.dtype))
         return dict(degradation(passed, channel, texts, seed, progress))
     except NotApplicableError as error:

@@ -10,6 +10,7 @@ from hiddenlab.diagnosis.look import Finding, Look, Sample
 from hiddenlab.diagnosis.words import resembled, told
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.models import TruncatedModel
+from hiddenlab.row_facts import EXTRA, KEPT, NOISE, ROW_SPACE
 from hiddenlab.types import Observation, ObservationInfo, Progress, Site, silent
 
 
@@ -55,7 +56,8 @@ def diagnose(
         NotApplicableError: the rows passed a defense that changes them.
     """
     info = observation.info
-    if info.rows_permuted or info.columns_permuted or info.noise_sigma or info.prefix_tokens:
+    changed = info.facts.keys() & {NOISE, EXTRA, ROW_SPACE, KEPT}
+    if changed or info.rows_permuted or info.columns_permuted or info.noise_sigma or info.prefix_tokens:
         raise NotApplicableError("rows that passed a defense cannot be told apart; say what they are by hand")
     if info.positions is not None:
         raise NotApplicableError(

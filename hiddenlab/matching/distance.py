@@ -1,6 +1,7 @@
 """Measure distances between candidate states and observed rows: on plain or sorted coordinates, or by invariants."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.invariants import FRAMES, Frame
+from hiddenlab.matching.row_space import Largest, RowSpace
 from hiddenlab.projections import Projection, projection_of
+from hiddenlab.row_facts import extra_rows, kept_share, lies_in_row_space, rank_of
 from hiddenlab.secret_maps import Invariant, invariant_of
 from hiddenlab.types import ObservationInfo
 
@@ -22,15 +25,21 @@ class Matcher:
     Attributes:
         norm: 1 or 2. sorted: sort coordinates first, so that a permutation of them does not matter.
         projection: maps a state to what the rows show of it, where that is not the state itself.
+        in_row_space: the rows show of a state what lies in the space that they span, of ``rank`` dimensions at most.
+            Such a matcher has a projection once it is bound.
         invariant: what is compared of rows behind a secret map, where there is one. Such a matcher compares candidates
             only within a frame, of one observation behind the tokens found.
+        extra: how many of the rows are no token's.
     """
 
     norm: int
     sorted: bool
-    projection: Projection | None = None
+    projection: Projection | RowSpace | Largest | None = None
     invariant: Invariant | None = None
     frame: Frame | None = None
+    in_row_space: bool = False
+    rank: int | None = None
+    extra: int = 0
 
     @property
     def name(self) -> str:
@@ -38,7 +47,12 @@ class Matcher:
 
     def bound(self, rows: Float[Tensor, "rows d"]) -> "Matcher":
         """Return the matcher of one observation's next row, of whose tokens none is known."""
-        return self if self.invariant is None else replace(self, frame=FRAMES[self.invariant].of(rows))
+        if self.in_row_space:
+            return replace(self, projection=RowSpace.of(rows, self.rank))
+        if self.invariant is None:
+            return self
+        frame = FRAMES[self.invariant].of(rows)
+        return replace(self, frame=replace(frame, shown=frame.shown[: len(rows) - self.extra]))  # type: ignore[type-var]
 
     def behind(self, states: Float[Tensor, "t d"]) -> "Matcher":
         """Return the matcher of the row behind some more tokens, whose states are known."""
@@ -48,8 +62,11 @@ class Matcher:
             frame = frame.behind(state)
         return self if frame is self.frame else replace(self, frame=frame)
 
-    def prepare(self, rows: Float[Tensor, "rows d"]) -> Float[Tensor, "rows k"]:
-        """Return observed rows in the form that is compared: float32, sorted where the matcher sorts."""
+    def prepare(self, rows: Float[Tensor, "more d"]) -> Float[Tensor, "rows k"]:
+        """Return observed rows in the form that is compared: float32, sorted where the matcher sorts.
+
+        Of mixed rows there is one for each token.
+        """
         if self.invariant is not None:
             frame = self.bound(rows).frame if self.frame is None else self.frame
             assert frame is not None
@@ -113,10 +130,14 @@ def choose_matcher(distance: str, info: ObservationInfo) -> Matcher:
                 f"rows behind a secret map are compared by what it leaves ({invariant}), not by {distance}; "
                 "give --distance auto"
             )
-        return Matcher(2, False, invariant=invariant)
-    projection = projection_of(info)
+        return Matcher(2, False, invariant=invariant, extra=extra_rows(info))
+    share = kept_share(info)
+    projection = projection_of(info) or (None if share is None else Largest(share))
+    facts: dict[str, Any] = {"projection": projection, "extra": extra_rows(info)}
+    if lies_in_row_space(info):
+        facts |= {"in_row_space": True, "rank": rank_of(info.facts)}
     if distance == "auto":
-        return Matcher(1, info.columns_permuted is not None, projection)
+        return Matcher(1, info.columns_permuted is not None, **facts)
     if distance not in DISTANCES:
         raise InputError(f"unknown distance {distance!r}; known are auto, {', '.join(DISTANCES)}")
-    return Matcher(int(distance[-1]), distance.startswith("sorted"), projection)
+    return Matcher(int(distance[-1]), distance.startswith("sorted"), **facts)

@@ -152,7 +152,7 @@ class Span(Frame):
     """
 
     shown: Float[Tensor, "rows 2"]
-    released: Float[Tensor, "rows d"]
+    released: Float[Tensor, "more d"]
     space: Float[Tensor, "k d"]
     known: Basis
     repeats: int

@@ -31,6 +31,7 @@ from hiddenlab.proposals.probe import (
 )
 from hiddenlab.proposals.sorted_states import Contexts
 from hiddenlab.secret_maps import is_mapped
+from hiddenlab.stages import added_rows
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress, Site, silent
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
@@ -78,7 +79,9 @@ def training_channel(model: TruncatedModel, info: ObservationInfo) -> list[str]:
     stages = [
         defense.spec
         for defense in channel.defenses
-        if not _only_permutes(defense) and not is_mapped(defense.publish(ObservationInfo("", (), Site(1))))
+        if not added_rows(defense)
+        and not _only_permutes(defense)
+        and not is_mapped(defense.publish(ObservationInfo("", (), Site(1))))
     ]
     fast = fast_dtype(model.device)
     plain = info.provider_dtype == "float32" and info.quantization is None

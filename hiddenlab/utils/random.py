@@ -29,3 +29,11 @@ def orthonormal(drawn: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
     basis, upper = torch.linalg.qr(drawn)
     # Signs from the triangle's diagonal make the basis evenly distributed, and the same for every library.
     return basis * upper.diagonal().sign()
+
+
+def alike(
+    states: Float[Tensor, "rows d"], count: int, generator: torch.Generator, size: float = 1.0
+) -> Float[Tensor, "count d"]:
+    """Draw rows of independent normal numbers, ``size`` times the root mean square of the states' numbers."""
+    drawn = torch.randn(count, states.shape[1], generator=generator, device=generator.device)
+    return drawn.to(states.device) * size * states.float().square().mean().sqrt()

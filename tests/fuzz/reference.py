@@ -219,10 +219,10 @@ def _numbers(dtype: str, raw: bytes) -> Any:
 def truth(data: bytes) -> Any:
     """Token ids and row orders."""
     said = value_of(data)
-    row = fields({"tokens": lambda x: each(whole())(x) and x != []}, {"row_order": maybe(each(whole()))})
+    row = fields({"tokens": lambda x: each(whole())(x) and x != []}, {"row_order": maybe(each(whole(-1)))})
     need(fields({"format": among(1), "secrets": lambda x: each(row)(x) and x != []})(said))
     for one in said["secrets"]:
-        order = one.get("row_order") or []
+        order = [place for place in one.get("row_order") or [] if place >= 0]
         need(len(set(order)) == len(order) and all(place < len(one["tokens"]) for place in order))
     return [[one["tokens"], one.get("row_order")] for one in said["secrets"]]
 
