@@ -6,5 +6,6 @@ from .missing_tokens import MissingTokenSearch as MissingTokenSearch
 from .nearest import NearestEmbedding as NearestEmbedding
 from .partial_sums import PartialSums as PartialSums
 from .planted import Planted as Planted
+from .replaced_tokens import ReplacedTokens as ReplacedTokens
 from .sipit import SipIt as SipIt
 from .vocab_match import VocabMatch as VocabMatch

@@ -74,6 +74,7 @@ class PartialSums(Attack):
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Load the first layer's projections and tabulate the vocabulary's value vectors, once for each model."""
+        _check(info)
         layer = self._first(self.model)
         if not layer.moves:
             layer.values(0)
@@ -91,11 +92,7 @@ class PartialSums(Attack):
             NotApplicableError: the observation is no CompNode's combined view of the first layer, or holds attention
                 outputs of too few rows to read any other token.
         """
-        facts, info = observation.info.facts, observation.info
-        if not {"heads", "embed"} <= set(facts) or info.positions is None or info.site.layer != 1:
-            raise NotApplicableError(
-                "this attack reads a CompNode's combined view of layer 1 (--stream attn of 'cascade run --record')"
-            )
+        _check(observation.info)
         layer = self._first(self.model)
         started, before = time.perf_counter(), layer.counters()
         with torch.inference_mode():
@@ -410,3 +407,11 @@ def _one_of_each(
             break
     assert best is not None
     return best[1], max(0.0, best[0])
+
+
+def _check(info: ObservationInfo) -> None:
+    """Refuse what is no CompNode's combined view of the first layer, before anything is tabulated."""
+    if not {"heads", "embed"} <= set(info.facts) or info.positions is None or info.site.layer != 1:
+        raise NotApplicableError(
+            "this attack reads a CompNode's combined view of layer 1 (--stream attn of 'cascade run --record')"
+        )

@@ -107,7 +107,8 @@ class Findings(TypedDict):
     """Everything that an assessment found, as ``hiddenlab assess --json`` prints it; None is: not measured.
 
     ``leak`` is the share of the tokens that cannot be guessed and came back; without a truth, of the tokens that
-    attacks verified. ``oracle`` is the same if the best attack of each prompt were known.
+    attacks verified. ``oracle`` is the same if the best attack of each prompt were known. ``shown_accuracy`` is the
+    share of the tokens read that ran in place of the prompts', where the defense replaced some.
     """
 
     format: Literal[1]
@@ -129,6 +130,7 @@ class Findings(TypedDict):
     verified: Share
     rouge_l: Interval | None
     secrets: Secrets | None
+    shown_accuracy: Share | None
     oracle: Interval | None
     attacks: list[Told]
     undefended: list[Undefended]

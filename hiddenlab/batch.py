@@ -17,6 +17,7 @@ from hiddenlab.job import Case, Job, release
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.request import packs
 from hiddenlab.scoring import pieces_of, score, tokens_by_row
+from hiddenlab.stages import are_replaced
 from hiddenlab.summary import NOT_APPLICABLE, Sample
 from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationInfo, Progress
 from hiddenlab.utils.environment import peak_memory_mb
@@ -147,8 +148,15 @@ def _measured(job: Job, values: Mapping[str, float | str], seconds: float) -> di
 
 
 def _diagnosed(job: Job, case: Case, outcome: Outcome, progress: Progress) -> str | None:
-    """Return what the rows of a file are where none was verified; for the first few prompts of a run."""
+    """Return what the rows of a file are where none was verified, for the first few prompts of a run, or where tokens
+    were replaced.
+    """
     observation = case.observation
+    if observation is not None and isinstance(outcome, AttackResult) and are_replaced(observation.info):
+        return (
+            "a defense replaced tokens before the model ran: a verified token is one that ran, and need not be the "
+            "prompt's"
+        )
     if (
         observation is None
         or not isinstance(outcome, AttackResult)
@@ -214,7 +222,10 @@ def sample_of(
     # Over the same tokens as the accuracy: one that was not recovered is neither right nor verified.
     sample["verified"] = sum(t.verified for t in tokens) / max(1, len(ids))
     if truth is not None:
-        sample |= asdict(score(outcome, truth))
+        figures = asdict(score(outcome, truth))
+        if (accuracy := figures.pop("shown_accuracy")) is not None:
+            sample |= {"shown_accuracy": accuracy, "shown_ids": list(truth.shown)}
+        sample |= figures
         sample |= tokens_by_row(outcome, truth, shown)
     return {
         **sample,

@@ -1,8 +1,9 @@
 """Release hidden states through a channel: the defenses that they pass between provider and attacker.
 
-A defense is one stage. It may change how the provider loads the model, the input embeddings, or the states, and it says
-which of its facts are public. Stages of one level apply left to right. The levels follow one another as in the
-computation (load, inputs, states), so ``seq-perm`` and ``gaussian`` have the same effect in either order.
+A defense is one stage. It may change how the provider loads the model, the tokens, the input embeddings, or the
+states, and it says which of its facts are public. Stages of one level apply left to right. The levels follow one
+another as in the computation (load, tokens, inputs, states), so ``seq-perm`` and ``gaussian`` have the same effect in
+either order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,9 +23,12 @@ from hiddenlab.models.quantized import quiet_bitsandbytes
 from hiddenlab.models.request import packs
 from hiddenlab.secret_maps import mixes_rows
 from hiddenlab.stages import (
+    REPLACED,
     Defense,
     Mixing,
+    Replacement,
     Stage,
+    Vocabulary,
     added_rows,
     build_defense,
     changes_states,
@@ -32,6 +36,7 @@ from hiddenlab.stages import (
     has_unknown_strength,
     overrides,
     permutes_rows,
+    replaces_tokens,
     selects_rows,
     with_known_name,
     with_strength,
@@ -49,6 +54,7 @@ class _Prepared:
     """One prompt in the channel: what the provider runs, and the randomness drawn for it."""
 
     tokens: tuple[int, ...]
+    computed: tuple[int, ...] | None
     inputs: Tensor
     seed: int
     generator: torch.Generator
@@ -67,6 +73,7 @@ class Channel:
         self._changes_inputs = any(overrides(defense, "inputs") for defense in self.defenses)
         self._providers: dict[tuple[Any, ...], TruncatedModel] = {}
         self._tables: WeakKeyDictionary[TruncatedModel, Tensor] = WeakKeyDictionary()
+        self._vocabularies: WeakKeyDictionary[TruncatedModel, Vocabulary] = WeakKeyDictionary()
         selecting = [defense.spec for defense in self.defenses if selects_rows(defense)]
         if selecting and (len(selecting) > 1 or any(permutes_rows(d) for d in self.defenses)):
             raise InputError(
@@ -83,6 +90,8 @@ class Channel:
                 raise InputError(f"{defense.spec} adds plain states; give it before {before[0]}")
         if len(unknown := [defense.spec for defense in self.defenses if has_unknown_strength(defense)]) > 1:
             raise InputError(f"{' and '.join(unknown)}: only one stage may be of unknown strength")
+        if len(replacing := [defense.spec for defense in self.defenses if replaces_tokens(defense)]) > 1:
+            raise InputError(f"{' and '.join(replacing)}: only one stage may replace tokens")
         # Contradictory load options are refused here, before any model is loaded.
         self._load_options(dict.fromkeys(LOAD_OPTIONS))
 
@@ -112,6 +121,11 @@ class Channel:
     def whole(self) -> "Channel":
         """Return the channel without the stages that only leave rows out; shown rows went through all others."""
         return Channel([defense for defense in self.defenses if not selects_rows(defense)])
+
+    def of_shown_tokens(self) -> "Channel":
+        """Return what happens between the tokens that the model runs and their rows: ``whole``, nothing replaced."""
+        kept = [defense for defense in self.whole().defenses if not replaces_tokens(defense)]
+        return Channel(kept)
 
     @property
     def unknown(self) -> bool:
@@ -286,7 +300,9 @@ class Channel:
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
         # The prompt's own generator lives on the CPU, so that a seed gives the same secret on every device.
         own = torch.Generator().manual_seed(seed)
-        return _Prepared(tuple(tokens), self._inputs(provider, tokens, own), seed, own)
+        computed = self._replaced(provider, tokens, own)
+        inputs = self._inputs(provider, tokens if computed is None else computed, own)
+        return _Prepared(tuple(tokens), computed, inputs, seed, own)
 
     def _inputs(self, provider: TruncatedModel, tokens: Sequence[int], own: torch.Generator) -> Tensor:
         inputs = torch.tensor(list(tokens), device=provider.device)
@@ -310,6 +326,27 @@ class Channel:
             )
         own = [other[len(other) - len(text) :] for other, text in zip(others, texts, strict=True)]
         return defense.mixed(states, own, prepared.generator)
+
+    def _replaced(
+        self, provider: TruncatedModel, tokens: Sequence[int], generator: torch.Generator
+    ) -> tuple[int, ...] | None:
+        """Return the tokens that the model runs in place of the prompt's; None where no stage replaces any."""
+        for defense in self.defenses:
+            if isinstance(defense, Replacement):
+                computed = defense.replaced(tokens, self.vocabulary(provider), generator)
+                if len(computed) != len(tokens):
+                    raise HiddenlabError(
+                        f"the defense {defense.spec} replaced {len(tokens)} tokens by {len(computed)}"
+                    )
+                _check_tokens(computed, provider)
+                return tuple(computed)
+        return None
+
+    def vocabulary(self, model: TruncatedModel) -> Vocabulary:
+        """Return the tokens of a model, as stages that replace tokens know them."""
+        if model not in self._vocabularies:
+            self._vocabularies[model] = Vocabulary(self._table(model), frozenset(model.special_ids))
+        return self._vocabularies[model]
 
     def _table(self, provider: TruncatedModel) -> Tensor:
         """Return every token's embedding as the model's embedding module gives it (some modules scale it)."""
@@ -355,7 +392,8 @@ class Channel:
         if len(states) < rows:
             # Who sees some rows of a prompt also knows its length and their positions.
             info = replace(info, positions=order, facts={**info.facts, "tokens": rows})
-        return Observation(states.clone().contiguous(), info), GroundTruth(prepared.tokens, order, details)
+        truth = GroundTruth(prepared.tokens, order, details, computed=prepared.computed)
+        return Observation(states.clone().contiguous(), info), truth
 
     def received(self, observation: Observation, truth: GroundTruth) -> Float[Tensor, "rows d"]:
         """Return released states as the rightful receiver gets them, who knows what the stages drew.
@@ -385,9 +423,15 @@ class Channel:
 
 
 def as_whole(info: ObservationInfo) -> ObservationInfo:
-    """Return the public facts as if every row had been shown, so that one preparation serves any choice of rows."""
-    facts = {name: value for name, value in info.facts.items() if name not in SELECTION_FACTS}
-    return replace(info, positions=None, channel=Channel.parse(info.channel).whole().specs, facts=facts)
+    """Return the public facts as if every row had been shown and no token replaced.
+
+    So one preparation serves any choice of rows. Rows are matched with the tokens that they are of; what those stood
+    for is another question.
+    """
+    facts = {name: value for name, value in info.facts.items() if name not in (*SELECTION_FACTS, REPLACED)}
+    return replace(
+        info, positions=None, channel=Channel.parse(info.channel).of_shown_tokens().specs, facts=facts
+    )
 
 
 def suppose(info: ObservationInfo, strength: float) -> ObservationInfo:

@@ -383,7 +383,7 @@ def _given(
             f"{config.truth} is not the truth of {states}: its tokens, or their order, do not fit the rows"
         )
     for i, truth in enumerate(truths):
-        if truth is not None and (token := max(truth.tokens)) >= model.vocab_size:
+        if truth is not None and (token := max(*truth.tokens, *truth.shown)) >= model.vocab_size:
             raise InputError(
                 f"{config.truth or states}: secrets[{i}].tokens holds {token}, and {model.ref.name} has "
                 f"{count_of(model.vocab_size, 'token')}; it is the truth of another model"

@@ -20,6 +20,8 @@ class Score:
         exact: every token is right. token_accuracy: right tokens, each at its own place. bag_of_tokens_recall: tokens
             of the truth that were recovered anywhere. rouge_l, bleu: of the texts.
         verified: tokens of the truth whose recovered token is verified.
+        shown_accuracy: recovered tokens that are those which the model ran, where a defense replaced the prompt's by
+            others; None where it replaced none.
     """
 
     exact: bool
@@ -28,6 +30,7 @@ class Score:
     rouge_l: float
     bleu: float
     verified: float
+    shown_accuracy: float | None = None
 
 
 def score(result: AttackResult, truth: GroundTruth) -> Score:
@@ -50,7 +53,10 @@ def score(result: AttackResult, truth: GroundTruth) -> Score:
         recovered_text=result.text,
     )
     sure = sum(token.verified for token in result.tokens)
-    return Score(**figures, verified=sure / max(1, len(truth.tokens)))
+    shown = None
+    if truth.computed is not None:
+        shown = sum(aligned.get(i) == token for i, token in enumerate(truth.computed)) / len(truth.computed)
+    return Score(**figures, verified=sure / max(1, len(truth.tokens)), shown_accuracy=shown)
 
 
 def tokens_by_row(result: AttackResult, truth: GroundTruth, shown: Sequence[int] | None) -> dict[str, int]:

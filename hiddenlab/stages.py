@@ -1,15 +1,20 @@
 """Say what a defense is, build it from its spec, and check what it released."""
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab import registry
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.types import ObservationInfo, Site
+
+REPLACED = "replaced_tokens"  # the fact that rows are of other tokens than the prompt's
 
 
 @runtime_checkable
@@ -19,7 +24,7 @@ class Defense(Protocol):
     ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only some
     of the rows has ``selects = True``; one that adds rows which are no token's has ``adds``, their number. One whose
     strength only the provider knows has ``supposed(strength)``, which returns the same stage with a strength that an
-    attacker assumes.
+    attacker assumes. One that replaces tokens before the model runs is a ``Replacement``.
     """
 
     spec: str
@@ -66,6 +71,76 @@ class Mixing(Protocol):
     ) -> tuple[Float[Tensor, "more d"], tuple[int, ...], dict[str, Any]]:
         """Return what ``states`` returns; the order has -1 for rows that are no token's."""
         ...
+
+
+@runtime_checkable
+class Replacement(Protocol):
+    """What a defense also has that replaces the prompt's tokens by others, which the model then runs.
+
+    It publishes that it does so with ``with_replacement``.
+    """
+
+    def replaced(
+        self, tokens: Sequence[int], vocabulary: "Vocabulary", generator: torch.Generator
+    ) -> list[int]:
+        """Return as many token ids, in the same order."""
+        ...
+
+    def origins(self, shown: int, count: int, vocabulary: "Vocabulary") -> Int[Tensor, " c"]:
+        """Return up to ``count`` ids that a shown token may stand for, the likeliest ones, itself where it may.
+
+        Raises:
+            NotApplicableError: without a key nothing is known of them.
+        """
+        ...
+
+    def likelihood(
+        self, shown: int, candidates: Int[Tensor, " c"], vocabulary: "Vocabulary"
+    ) -> Float[Tensor, " c"]:
+        """Return the log-probability that each candidate is replaced by the shown token, to whoever lacks the key."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The model's tokens, as a defense that replaces them knows them.
+
+    Attributes:
+        table: every token's input embedding. special: ids that stand for no text, such as the one that begins a prompt;
+            they are neither replaced nor put in place of others.
+    """
+
+    table: Float[Tensor, "v d"]
+    special: frozenset[int] = frozenset()
+
+    @cached_property
+    def squares(self) -> Float[Tensor, " v"]:
+        """The squared length of every embedding."""
+        return self.table.detach().float().square().sum(1)
+
+    def distances(self, token: int, places: Int[Tensor, " o"] | None = None) -> Float[Tensor, " o"]:
+        """Return distances of a token's embedding to those of others; its own is exactly 0.
+
+        Args:
+            places: the others' ids; None for all tokens.
+        """
+        table = self.table.detach()
+        if places is None:
+            squares = self.squares + self.squares[token] - 2 * (table @ table[token]).float()
+            squares[token] = 0.0
+            return squares.clamp(min=0).sqrt()
+        places = places.to(table.device)
+        # A product with the whole table is cheaper than a copy of half of it.
+        few = len(places) < len(table) // 2
+        products = table[places] @ table[token] if few else (table @ table[token])[places]
+        squares = self.squares[places] + self.squares[token] - 2 * products.float()
+        return squares.clamp(min=0).sqrt().masked_fill(places == token, 0.0)
+
+    def ordinary(self) -> Int[Tensor, " o"]:
+        """Return the ids of all tokens that are not special, ascending."""
+        keep = torch.ones(len(self.table), dtype=torch.bool)
+        keep[[token for token in self.special if token < len(keep)]] = False
+        return keep.nonzero()[:, 0]
 
 
 class Stage:
@@ -176,6 +251,20 @@ def has_unknown_strength(defense: Defense) -> bool:
 def with_strength(defense: Defense, strength: float) -> Defense:
     """Return a stage of unknown strength with an assumed one; any other stage unchanged."""
     return as_defense(defense.supposed(strength)) if hasattr(defense, "supposed") else defense
+
+
+def replaces_tokens(defense: object) -> bool:
+    return isinstance(defense, Replacement)
+
+
+def with_replacement(info: ObservationInfo) -> ObservationInfo:
+    """Return public facts that say that tokens were replaced before the model ran."""
+    return replace(info, facts={**info.facts, REPLACED: True})
+
+
+def are_replaced(info: ObservationInfo) -> bool:
+    """Return whether rows are of tokens that a defense put in place of the prompt's."""
+    return bool(info.facts.get(REPLACED))
 
 
 def permutes_rows(defense: Defense) -> bool:

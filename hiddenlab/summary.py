@@ -59,6 +59,8 @@ class _Attacked(_Scored):
     held_tokens_right: NotRequired[Count]
     missing_tokens: NotRequired[Count]
     missing_tokens_right: NotRequired[Count]
+    shown_accuracy: NotRequired[Share]
+    shown_ids: NotRequired[list[TokenId]]
     diagnosis: NotRequired[str]
     tokens: Count
     verified: Share
@@ -228,7 +230,22 @@ def conclusion(samples: Sequence[Sample]) -> str:
         if unscored
         else ""
     )
-    return f"{first} ({count_of(known, 'token')}, {shown}).{unread}{caution}{others}{unused}"
+    return (
+        f"{first} ({count_of(known, 'token')}, {shown}).{_replaced(scored)}{unread}{caution}{others}{unused}"
+    )
+
+
+def _replaced(samples: Sequence[Sample]) -> str:
+    """Say how many of the tokens that the model ran were read, where a defense replaced the prompt's."""
+    behind = [s for s in samples if "shown_ids" in s]
+    if not behind:
+        return ""
+    read = round(sum(s["shown_accuracy"] * len(s["shown_ids"]) for s in behind))
+    total = sum(len(s["shown_ids"]) for s in behind)
+    return (
+        f" The model ran other tokens than the prompt's, and {read} of {total} of those were read: what is verified is "
+        "verified of them."
+    )
 
 
 def _verified(samples: Sequence[Sample]) -> tuple[int, int]:
@@ -250,11 +267,12 @@ def _behind(samples: Iterable[Sample]) -> int:
 def wrong_but_verified(samples: Iterable[Sample]) -> int:
     """Count the tokens that an attack verified although they are wrong, where the truth is known.
 
-    Tokens are compared at their own places, as in ``hiddenlab.scoring.places_of``.
+    Tokens are compared at their own places, as in ``hiddenlab.scoring.places_of``. Verified means that the weights gave
+    this row: where a defense replaced tokens, they are compared with those that the model ran.
     """
     wrong = 0
     for sample in samples:
-        truth, got = sample["truth_ids"], sample["recovered_ids"]
+        truth, got = sample.get("shown_ids", sample["truth_ids"]), sample["recovered_ids"]
         if truth is None:
             continue
         places = sample["positions"]

@@ -24,9 +24,10 @@ class _Truth:
 
     tokens: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     row_order: tuple[Annotated[int, Field(ge=-1, le=LARGEST)], ...] | None = None  # -1: a row of no token
+    computed: tuple[TokenId, ...] | None = None
 
     def secret(self) -> GroundTruth:
-        return GroundTruth(self.tokens, self.row_order)
+        return GroundTruth(self.tokens, self.row_order, computed=self.computed)
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,18 @@ class _Truths:
 
 
 def save_truth(secrets: Sequence[GroundTruth], path: Path) -> None:
-    """Write tokens and row orders as JSON, to score attacks on saved observations; readable by its owner only.
+    """Write tokens, row orders and replaced tokens as JSON, to score attacks on saved observations.
+
+    The file is readable by its owner only.
 
     Raises:
         InputError: the file cannot be written.
     """
-    rows = [{"tokens": s.tokens, "row_order": s.row_order} for s in secrets]
+    rows: list[dict[str, object]] = []
+    for secret in secrets:
+        rows.append({"tokens": secret.tokens, "row_order": secret.row_order})
+        if secret.computed is not None:
+            rows[-1]["computed"] = secret.computed
     write_file(path, json.dumps({"format": TRUTH_FORMAT, "secrets": rows}) + "\n", private=True)
 
 
@@ -61,4 +68,8 @@ def load_truth(path: Path) -> list[GroundTruth]:
         order = [place for place in truth.row_order or () if place >= 0]
         if len(set(order)) < len(order) or max(order, default=0) >= len(truth.tokens):
             raise InputError(f"{path}: secrets[{i}].row_order names a row twice, or one that there is not")
+        if len(truth.shown) != len(truth.tokens):
+            raise InputError(
+                f"{path}: secrets[{i}].computed should have as many tokens as secrets[{i}].tokens"
+            )
     return secrets

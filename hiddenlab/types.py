@@ -238,12 +238,20 @@ class GroundTruth:
             tokens' in order.
         details: whatever else a defense drew (column permutations, noise …), by defense spec.
         text: the prompt's text, None where only its tokens are known.
+        computed: token ids that the model ran in their place, where a defense replaced some; None where it ran the
+            prompt's own.
     """
 
     tokens: tuple[int, ...]
     row_order: tuple[int, ...] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     text: str | None = None
+    computed: tuple[int, ...] | None = None
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The token ids that rows are of: what the model ran."""
+        return self.tokens if self.computed is None else self.computed
 
     def __repr__(self) -> str:
         return f"GroundTruth({count_of(len(self.tokens), 'token')}, not shown)"

@@ -74,6 +74,8 @@ def test_every_builtin_defense_is_there_and_says_who_knows_what(name: str) -> No
         "shard": ":alpha=4,c=2,m=2,queries=0,keys=3", "drop-rows": ":size=2", "round": ":int8",
         "project": ":count=4,seed=2,sigma=0.5", "decoys": ":count=2", "kv-cloak": ":heads=2,mask=false",
         "truncated-svd": ":share=0.5", "output-noise": ":sigma=0.5,scale=none,kind=laplace",
+        "dchi": ":eta=50", "snd": ":eta=50,noise=code", "dp-forward": ":epsilon=8",
+        "santext": ":epsilon=2", "custext": ":epsilon=2", "rantext": ":epsilon=2",
     }  # fmt: skip
     defense = registry.build("defenses", name + needed.get(name, ""))
     again = registry.build("defenses", defense.spec)

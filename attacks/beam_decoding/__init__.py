@@ -22,6 +22,7 @@ from hiddenlab.attacks.beam_decoding.weights import learn_weights
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel, as_whole, by_channel, suppose
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.input_noise import are_clipped, is_noisy, sigma_of
 from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.matching.screening import Screen
@@ -61,7 +62,8 @@ class Prepared:
         return (
             info.rows_permuted
             and info.columns_permuted is None
-            and info.noise_sigma is not None
+            and is_noisy(info)
+            and not are_clipped(info)
             and not info.prefix_tokens
             and self.model.dtype == torch.float32
         )
@@ -328,7 +330,7 @@ class BeamDecoding(Attack):
         if not (self.orders and prepared.solves and place_free(prepared.model)):
             return
         whole = [i for i, observation in enumerate(observations) if observation.info.positions is None]
-        sigma = prepared.info.noise_sigma
+        sigma = sigma_of(prepared.info, prepared.model.embedding.shape[1])
         assert sigma is not None
         reorder_decodings(
             [decodings[i] for i in whole],
@@ -345,7 +347,7 @@ class BeamDecoding(Attack):
         """
         if self._begins_known is None or self._begins_known[0] is not prepared:
             size, channel = prepared.info.prefix_tokens, prepared.reader.channel
-            arrived = prepared.info.noise_sigma is None and arrives(
+            arrived = not is_noisy(prepared.info) and arrives(
                 channel, prepared.model, prepared.engines.matcher, size, self.seed, self.progress
             )
             self._begins_known = prepared, arrived

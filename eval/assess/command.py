@@ -31,10 +31,12 @@ from hiddenlab.eval.assess.readings import (
     Belief,
     Reading,
     best_of,
+    is_misled,
     leakiest_of,
     oracle_of,
     readings_of,
     right_of,
+    shown_accuracy_of,
     told_of,
     truth_of,
 )
@@ -54,6 +56,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.prompts import Prompt, load_prompts
 from hiddenlab.records import Recorder, RunRecord, check_new, check_writable, finite
 from hiddenlab.runner import Interrupted, Run
+from hiddenlab.stages import are_replaced
 from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationInfo, Progress, silent
 
 FORMAT = 1
@@ -126,7 +129,7 @@ def assess(
         defense = tuple(job.config.defense)
         name = str(job.config.model)
         subject = Subject(job.model, channel, job.cases, texts, job.config.seed, defense, name)
-        rows = shown_by(subject)
+        subject, rows = released(subject)
         record = RunRecord(
             verb=VERB, spec=job.config.to_json(), seeds={"seed": subject.seed}, prompts=len(subject.cases),
             inputs_sha256=_digest(rows), setup={"minutes": float(minutes)},
@@ -165,8 +168,9 @@ def assess_channel(
     cases = cases_of(given, model, max_tokens)
     specs = tuple(defense.spec for defense in channel.defenses)
     subject = Subject(model, channel, cases, planted(seed), seed, specs, model.ref.name)
+    subject, rows = released(subject)
     recorder = Recorder.create(RunRecord(verb=VERB, spec={}), keep=False)
-    return Assessment.of(judge(subject, shown_by(subject), minutes, recorder, progress))
+    return Assessment.of(judge(subject, rows, minutes, recorder, progress))
 
 
 def check_minutes(minutes: float) -> None:
@@ -209,11 +213,19 @@ def _recorder(
     return recorder
 
 
-def shown_by(subject: Subject) -> list[Observation]:
-    """Return what the attacker sees: the rows of a file, or what the defense releases of prompts and planted texts."""
+def released(subject: Subject) -> tuple[Subject, list[Observation]]:
+    """Return what the attacker sees: the rows of a file, or what the defense releases of prompts and planted texts.
+
+    The truths of the subject that is returned hold the tokens that ran, where the defense replaced some.
+    """
     if subject.channel is None:
-        return [case.observation for case in subject.cases if case.observation is not None]
-    return [o for o, _ in release_all(subject.model, subject.channel, _everything(subject), subject.seed)]
+        return subject, [case.observation for case in subject.cases if case.observation is not None]
+    made = release_all(subject.model, subject.channel, _everything(subject), subject.seed)
+    cases = [
+        replace(case, truth=replace(truth_of(case), computed=truth.computed))
+        for case, (_, truth) in zip(subject.cases, made, strict=False)
+    ]
+    return replace(subject, cases=cases), [observation for observation, _ in made]
 
 
 def _everything(subject: Subject) -> list[Case]:
@@ -260,10 +272,19 @@ def judge(
 
     Returns:
         ``hiddenlab.assessment.Findings``.
+
+    Raises:
+        InputError: tokens were replaced, and no truth says by which.
     """
     model, cases, seed = subject.model, _everything(subject), subject.seed
     own = len(subject.cases)
-    diary, belief = Kept(recorder, model, cases, rows), Belief(model)
+    replaced = are_replaced(rows[0].info)
+    if replaced and not subject.truth:
+        raise InputError(
+            "tokens were replaced before these rows were computed, so that verified ones say nothing of the prompt; "
+            "name the truth with --truth"
+        )
+    diary, belief = Kept(recorder, model, cases, rows), Belief(model, replaced)
     attempts = attack_all(rows, model, seed, 60 * minutes, progress, ATTACKS, belief, diary)
     believed = readings_of(model, cases, rows, attempts, belief)
     mine, extra = believed[:own], believed[own:]
@@ -299,6 +320,7 @@ def judge(
         if subject.truth
         else None,
         "secrets": {"read": read, "planted": len(extra)} if subject.channel is not None else None,
+        "shown_accuracy": shown_accuracy_of(mine, attempts),
         "oracle": oracle_of(mine, attempts, guessed)._asdict() if subject.truth else None,
         "attacks": [told_of(attempt, mine, subject.truth) for attempt in attempts],
         "undefended": undefended,
@@ -335,7 +357,7 @@ def _evidence(
         (_secrets(subject, extra), len(extra)),
         short=[one.attack for one in attempts if one.status == OUT_OF_TIME and one.attack not in endless],
         crashed=[one.attack for one in attempts if one.status == CRASHED],
-        misled=sum(one and not whole for one, whole in zip(sure, exact, strict=True)),
+        misled=sum(is_misled(one, attempts, i) for i, one in enumerate(mine)) if subject.truth else 0,
         truth=subject.truth,
     )
 

@@ -35,6 +35,8 @@ LOOK = 0.25  # of the time, for a look at one prompt with each attack
 LEAD = 0.75  # of the time behind the look, for the attack that read most of that prompt
 # In the order of their cost, each with what it reads.
 ATTACKS = (
+    # What tokens stood for that ran in place of the prompt's. It may take half of the time, and elsewhere takes none.
+    Step("replaced-tokens", weight=14),
     Step("vocab-match:setup=quick,budget=256", weight=2),  # rows as they are, permuted, or behind secret maps
     Step("planted", weight=2),  # ids in low bits, norms or public facts
     Step("partial-sums"),  # what a CompNode of Cascade gets
@@ -93,7 +95,11 @@ def verified(result: AttackResult) -> int:
 
 
 def solved(result: AttackResult, observation: Observation) -> bool:
-    """Return whether an attack is sure of the token of every row, so that no other attack need run."""
+    """Return whether an attack is sure of the token of every row, so that none need read the rows again.
+
+    What the tokens of rows stood for, where others were replaced, is asked by ``replaced-tokens`` alone, which comes
+    first.
+    """
     return verified(result) >= len(observation.states) - extra_rows(observation.info) > 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hiddenlab.eval.assess.ensemble import Attempt, verified
+from hiddenlab.eval.assess.ensemble import Attempt, solved, verified
 from hiddenlab.eval.assess.verdict import leak_of
 from hiddenlab.eval.measures.intervals import Estimate
 from hiddenlab.job import Case
@@ -66,10 +66,14 @@ def truth_of(case: Case) -> GroundTruth:
 
 
 class Belief:
-    """How far the attacker believes an answer: by tokens that are sure, then by how likely its text is."""
+    """How far the attacker believes an answer: by tokens that are sure, then by how likely its text is.
 
-    def __init__(self, model: TruncatedModel) -> None:
-        self._model = model
+    Args:
+        replaced: tokens were replaced before the model ran, which is public; verified ones say nothing of the prompt.
+    """
+
+    def __init__(self, model: TruncatedModel, replaced: bool = False) -> None:
+        self._model, self._replaced = model, replaced
 
     @cached_property
     def _whole(self) -> TruncatedModel:
@@ -77,7 +81,7 @@ class Belief:
         return self._model.sibling(stream="logits")
 
     def __call__(self, result: AttackResult) -> tuple[int, float]:
-        return verified(result), self._likelihood(result.ids)
+        return 0 if self._replaced else verified(result), self._likelihood(result.ids)
 
     @torch.inference_mode()
     def _likelihood(self, ids: Sequence[int]) -> float:
@@ -126,6 +130,35 @@ def right_of(result: AttackResult | None, case: Case) -> int:
         place < len(truth.tokens) and truth.tokens[place] == token
         for place, token in zip(places, result.ids, strict=True)
     )
+
+
+def is_misled(reading: Reading, attempts: Sequence[Attempt], number: int) -> bool:
+    """Return whether an attack was sure of every row of a prompt and wrong, so that no other was tried.
+
+    Right are the tokens that the model ran, whether they are the prompt's or a defense put them in its place: no attack
+    would read more of these rows.
+    """
+    results = [attempt.results[number] for attempt in attempts if number in attempt.results]
+    surest = next((result for result in results if solved(result, reading.observation)), None)
+    return surest is not None and list(truth_of(reading.case).shown) != surest.ids
+
+
+def shown_accuracy_of(readings: Sequence[Reading], attempts: Sequence[Attempt]) -> float | None:
+    """Return the share of the tokens that ran in place of the prompts' and were read; None where none were replaced.
+
+    Of each prompt the attack counts that was sure of most tokens.
+    """
+    truths = [reading.case.truth for reading in readings]
+    if all(truth is None or truth.computed is None for truth in truths):
+        return None
+    right = total = 0
+    for i, reading in enumerate(readings):
+        shown = truth_of(reading.case).shown
+        found = [attempt.results[i] for attempt in attempts if i in attempt.results]
+        best = max(found, key=verified, default=None)
+        right += 0 if best is None else sum(a == b for a, b in zip(best.ids, shown, strict=False))
+        total += len(shown)
+    return right / total
 
 
 def best_of(readings: Sequence[Reading]) -> str | None:

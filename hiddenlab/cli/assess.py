@@ -142,6 +142,8 @@ def show(result: Mapping[str, Any]) -> None:
     if "reason" not in cost:
         rows.append(["time of a release over plain", f"{cost['time_over_plain']:.2f} ×"])
         rows.append(["bytes of a release over plain", f"{cost['bytes_over_plain']:.2f} ×"])
+    if (ran := result["shown_accuracy"]) is not None:
+        rows.append(["tokens read that ran in place of the prompts'", figure("token_accuracy", ran)])
     utility = result["utility"]
     if "reason" not in utility:
         before, after = utility["clean_perplexity"]["value"], utility["perplexity"]["value"]

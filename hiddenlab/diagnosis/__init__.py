@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hiddenlab.diagnosis.look import Finding, Look, Sample
 from hiddenlab.diagnosis.words import resembled, told
 from hiddenlab.errors import NotApplicableError
+from hiddenlab.input_noise import is_noisy
 from hiddenlab.models import TruncatedModel
 from hiddenlab.row_facts import EXTRA, KEPT, NOISE, ROW_SPACE
 from hiddenlab.types import Observation, ObservationInfo, Progress, Site, silent
@@ -57,7 +58,7 @@ def diagnose(
     """
     info = observation.info
     changed = info.facts.keys() & {NOISE, EXTRA, ROW_SPACE, KEPT}
-    if changed or info.rows_permuted or info.columns_permuted or info.noise_sigma or info.prefix_tokens:
+    if changed or info.rows_permuted or info.columns_permuted or is_noisy(info) or info.prefix_tokens:
         raise NotApplicableError("rows that passed a defense cannot be told apart; say what they are by hand")
     if info.positions is not None:
         raise NotApplicableError(
