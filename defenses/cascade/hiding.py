@@ -36,14 +36,15 @@ class Measured:
 
 
 MEASURED = (
-    Measured("secret-maps", 4, 8, 1.0, 1.0, 1.0, 8.18, 0.0, 20),
-    Measured("client:first=1,last=1", 4, 8, 0.0268, 0.0606, 1.0, 6.01, 0.258, 20),
-    Measured("client:first=2,last=2", 4, 8, 0.0276, 0.0606, 0.9914, 5.42, 0.311, 20),
-    Measured("client:first=4,last=4", 4, 8, 0.0034, 0.0184, 0.9546, 4.76, 0.417, 20),
-    Measured("client:first=8,last=8", 4, 8, 0.0025, 0.0189, 0.8272, 3.67, 0.629, 20),
-    Measured("client:first=4,last=4|noise:sigma=0.03", 4, 8, 0.0101, 0.0316, 0.9287, 5.23, 0.417, 20),
-    Measured("client:first=4,last=4|secret-maps|masked-sums", 4, 8, 0.0034, 0.0184, 0.9546, 14.34, 0.417, 20),
-    Measured("shares", 4, 8, 0.0, 0.0, 0.0, 8.45, 0.23, 0),
+    Measured("secret-maps", 4, 8, 1.0, 1.0, 1.0, 5.0, 0.0, 20),
+    Measured("masked-sums", 4, 8, 1.0, 1.0, 1.0, 11.24, 0.0, 20),
+    Measured("client:first=1,last=1", 4, 8, 0.0144, 0.0232, 1.0, 4.16, 0.258, 20),
+    Measured("client:first=2,last=2", 4, 8, 0.016, 0.0249, 0.9978, 3.81, 0.311, 20),
+    Measured("client:first=4,last=4", 4, 8, 0.0118, 0.0268, 0.9568, 3.72, 0.417, 20),
+    Measured("client:first=8,last=8", 4, 8, 0.0076, 0.02, 0.8337, 2.7, 0.629, 20),
+    Measured("client:first=4,last=4|noise:sigma=0.03", 4, 8, 0.0101, 0.0232, 0.9287, 3.67, 0.417, 20),
+    Measured("client:first=4,last=4|secret-maps|masked-sums", 4, 8, 0.0118, 0.0268, 0.9568, 8.8, 0.417, 20),
+    Measured("shares", 4, 8, 0.0, 0.0, 0.0, 5.57, 0.23, 0),
 )
 
 
