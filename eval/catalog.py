@@ -48,7 +48,10 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             "order": PLAIN,
             "invariants": PLAIN,
         },
-        "Which defense holds?": {"leaderboard": Effort("hours: ten to twenty minutes a defense and layer")},
+        "Which defense holds?": {
+            "leaderboard": Effort("hours: ten to twenty minutes a defense and layer"),
+            "ensemble": Effort("about two hours"),
+        },
         "What do noise and quantization hide, and what do they cost?": {
             "table-13": PLAIN,
             "table-18": PLAIN,

@@ -94,6 +94,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "noise-utility": "hiddenlab.eval.tables.noise:noise_utility",
         "order": "hiddenlab.eval.tables.noise:order",
         "invariants": "hiddenlab.eval.tables.invariants:invariants",
+        "ensemble": "hiddenlab.eval.tables.leaderboard:ensemble",
         "leaderboard": "hiddenlab.eval.tables.leaderboard:leaderboard",
         "gap": "hiddenlab.eval.tables.sharding:gap",
         "gap-plans": "hiddenlab.eval.tables.sharding:gap_plans",
@@ -129,6 +130,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "measures": {
         "attack": "hiddenlab.eval.measures.attack:attack",
         "assess": "hiddenlab.eval.assess.cell:assessment",
+        "ensemble": "hiddenlab.eval.assess.cell:against",
         "architecture": "hiddenlab.eval.measures.architectures:architecture",
         "encoder": "hiddenlab.eval.measures.architectures:encoder",
         "planted": "hiddenlab.eval.measures.diagnosis:planted",

@@ -18,7 +18,7 @@ from hiddenlab.builtins import BUILTINS
 from hiddenlab.channels import Channel
 from hiddenlab.cli import app
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.eval.assess import command, ensemble
+from hiddenlab.eval.assess import cell, command, ensemble
 from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.control import guesses
 from hiddenlab.eval.assess.ensemble import (
@@ -45,6 +45,7 @@ from hiddenlab.eval.assess.verdict import (
 )
 from hiddenlab.eval.cells import Setting, conduct
 from hiddenlab.eval.measures.intervals import Estimate
+from hiddenlab.eval.tables import leaderboard as tables
 from hiddenlab.eval.tables.leaderboard import leaderboard
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.report.data import Study
@@ -429,9 +430,22 @@ def test_a_cell_of_the_leaderboard_holds_the_verdict_and_what_was_read(
     assert open_["keys"]["recovered"] in "abcdefghijklmnopqrstuvwxyz"
     assert open_["figures"]["leak"]["value"] == 1 and shut["figures"]["leak"]["value"] < 0.1
     assert "recovered" not in shut["keys"] or shut["figures"]["leak"]["value"] > 0
-    cell = tmp_path / "cells" / open_["cell"]
-    assert json.loads((cell / "assessment.json").read_text())["status"] == BROKEN
+    kept = tmp_path / "cells" / open_["cell"]
+    assert json.loads((kept / "assessment.json").read_text())["status"] == BROKEN
     assert conduct("leaderboard", leaderboard(setting, "identity,zeros", minutes=0.2), tmp_path) == table
+
+
+def test_the_ensemble_and_a_single_attack_get_the_same_rows(
+    tiny: Callable[..., str], prompts: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cell, "ATTACKS", steps("never", "unsure"))
+    monkeypatch.setattr(tables, "RIVALS", (("zeros", 1, "knowing"), ("seq-perm", 1, "knowing")))
+    setting = Setting(model=tiny("llama", tokenizer=True), prompts=prompts, limit=26, max_tokens=1)
+    shut, open_ = conduct("ensemble", tables.ensemble(setting, minutes=0.2), tmp_path)["rows"]
+    assert open_["figures"]["ensemble"]["value"] == open_["figures"]["single"]["value"] == 1
+    assert open_["figures"]["gained"]["value"] == 0 and shut["figures"]["single"]["value"] < 0.1
+    with pytest.raises(InputError, match="compared are zeros, seq-perm"):
+        tables.ensemble(setting, channels="nf4")
 
 
 def test_tables_of_a_leaderboard_are_read_as_one() -> None:

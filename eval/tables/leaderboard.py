@@ -1,6 +1,7 @@
-"""Define the leaderboard: defenses assessed one by one, with the verdict, what read most, utility and cost."""
+"""Define the leaderboard of assessed defenses, and the comparison of the ensemble with single attacks."""
 
 from hiddenlab.code_files import load_named
+from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
 
 DEFENSES = (
@@ -11,6 +12,17 @@ DEFENSES = (
 COMPOSITIONS = (
     "gaussian:sigma=0.1|seq-perm,gaussian:sigma=0.1|hidden-perm,nf4|seq-perm,gaussian:sigma=0.1|orthogonal,"
     "round:int8|seq-perm,gaussian:sigma=0.3|seq-perm"
+)
+# Two rows of each family, with the attack that reads most of them alone.
+RIVALS = (
+    ("gaussian:sigma=0.1", 1, "beam-decoding"),
+    ("gaussian:sigma=0.01", 6, "beam-decoding"),
+    ("seq-perm", 6, "vocab-match"),
+    ("2d-perm", 6, "vocab-match"),
+    ("nf4", 6, "beam-decoding"),
+    ("int8|seq-perm", 6, "beam-decoding"),
+    ("shard:alpha=2,c=2,node=1", 1, "missing-tokens"),
+    ("drop-rows:size=2,after=10", 6, "missing-tokens"),
 )
 
 
@@ -51,5 +63,42 @@ def leaderboard(
             "Same next token, perplexity and KL are of the model behind the defense, for who may undo it.",
             f"Model {setting.model}, {source['limit']} prompts of {source['prompts'] or 'the shipped set'} of up to "
             f"{source['max_tokens']} tokens, four planted secrets, {minutes:g} minutes of attacks at most.",
+        ],
+    )  # fmt: skip
+
+
+def ensemble(setting: Setting, minutes: float = 10.0, channels: str = "") -> Experiment:
+    """Give the ensemble of ``assess`` and the best single attack of each kind of rows the same time.
+
+    Args:
+        minutes: for each of the two. channels: of those that are compared by default, separated by commas; all of them
+            if empty.
+
+    Raises:
+        InputError: no attack is known for a channel.
+    """
+    source, cells = setting.source(limit=20, max_tokens=40), list[Cell]()
+    asked = split_specs(channels) if channels else [channel for channel, _, _ in RIVALS]
+    known = {channel: (layer, attack) for channel, layer, attack in RIVALS}
+    for channel in asked:
+        if channel not in known:
+            raise InputError(f"no single attack is known for {channel!r}; compared are {', '.join(known)}")
+        layer, attack = known[channel]
+        keys = {"rows": channel, "layer": layer, "single attack": attack}
+        spec = attack_cell(setting, keys, layer, channel, **source).spec
+        cells.append(Cell("ensemble", {**spec, "single": attack, "minutes": minutes}, keys))
+    return Experiment(
+        "Does the ensemble read as much as the best single attack?",
+        cells,
+        {
+            "ensemble": "tokens, ensemble", "single": "tokens, single attack", "gained": "ensemble less single",
+            "ensemble_minutes": "minutes, ensemble", "single_minutes": "minutes, single attack",
+        },
+        [
+            f"Model {setting.model}, {source['limit']} prompts of {source['prompts'] or 'the shipped set'} of up to "
+            f"{source['max_tokens']} tokens; both have {minutes:g} minutes, and the same rows. What an attack did not "
+            "reach counts as not read. The ensemble spends a quarter of the time on a look at one prompt.",
+            "The single attack is the one that reads most of such rows in the lab's other tables; the ensemble does "
+            "not know which it is.",
         ],
     )  # fmt: skip
