@@ -95,9 +95,7 @@ def prepare(config: AttackConfig, progress: Progress = silent, inputs: Inputs | 
         channel = Channel.parse(config.defense, files=True)
     else:
         channel = Channel([])  # saved states passed their channel already
-        # A recorded run names the channel of its file.
-        if config.defense and config.defense != observations[0].info.channel:
-            raise InputError("--observation brings its own states; leave out --defense")
+        _check_defense(config.defense, observations[0].info.channel)
     # A file of somebody else may name a model, but must not make this machine contact the hub.
     local_only = bool(observations) and config.model is None
     if observations:
@@ -407,14 +405,33 @@ def _fits(truth: GroundTruth, observation: Observation) -> bool:
 
 
 def _with_public(config: AttackConfig, info: ObservationInfo) -> AttackConfig:
-    """Take model, layer and stream from the observation where they are not given, and the channel's specs."""
+    """Take model, layer, stream and the channel's specs from the observation where they are not given."""
     return replace(
         config,
         model=info.model if config.model is None else config.model,
         layer=info.site.layer if config.layer is None else config.layer,
         stream=cast(Stream, info.site.stream) if config.stream is None else config.stream,
-        defense=info.channel,
+        defense=config.defense or info.channel,
     )
+
+
+def _check_defense(given: Sequence[str], passed: Sequence[str]) -> None:
+    """Load the code of the defense that saved states passed, where the user names its file.
+
+    A recorded run names the channel of its file, which needs no more.
+
+    Raises:
+        InputError: it is another defense; see ``Channel.parse``.
+    """
+    if not given or tuple(given) == tuple(passed):
+        return
+    named = Channel.parse(given, files=True).specs
+    if named != tuple(passed):
+        there = " | ".join(passed) or "no defense"
+        raise InputError(
+            f"--observation brings its own states, which passed {there} and not {' | '.join(named)}; leave out the "
+            "defense, or name the file of the one that they passed"
+        )
 
 
 def _with_site(config: AttackConfig) -> AttackConfig:

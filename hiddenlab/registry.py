@@ -26,8 +26,11 @@ POSITIONAL = ""  # the key under which ``parse_spec`` returns a value without a 
 
 # Kinds of which users have their own, and what to do then.
 OWN = {
-    kind: f"; one of your own is named by its file, FILE.py:KEY=VALUE (docs/how-to/own-{word}.md)"
-    for kind, word in (("attacks", "attack"), ("defenses", "defense"))
+    kind: f"; one of your own is named by its file, FILE.py:KEY=VALUE{more} (docs/how-to/own-{word}.md)"
+    for kind, word, more in (
+        ("attacks", "attack", ""),
+        ("defenses", "defense", ", also beside --observation"),
+    )
 }
 SINGULAR = {
     "attacks": "attack",

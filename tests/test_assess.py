@@ -214,6 +214,8 @@ def test_no_token_of_few_prompts_is_not_certain() -> None:
         (0.0, 0.04, {"able": ["a"], "misled": 1}, INCONCLUSIVE),
         (0.06, 0.2, {"short": ["b"], "crashed": ["c"]}, LEAKS),
         (0.0, 0.2, {"able": ["a"]}, INCONCLUSIVE),
+        (-0.09, 0.2, {"able": ["a"]}, INCONCLUSIVE),
+        (-0.09, 0.04, {"able": ["a"]}, HELD),
     ],
 )
 def test_the_verdict_follows_from_bounds_and_from_what_the_attacks_can_do(
@@ -224,6 +226,7 @@ def test_the_verdict_follows_from_bounds_and_from_what_the_attacks_can_do(
     said = sentence_of(found, 10, "beam-decoding")
     assert status_of(found) == status and said.startswith(status) and "secure" not in said
     assert ("ran out of time" in said) == bool(found.short)
+    assert "-" not in said.split(" came back")[0], "a share below 0 says nothing to a reader"
     assert EXIT_CODES[status] == {BROKEN: 1, LEAKS: 1, HELD: 0, INCONCLUSIVE: 3}[status]
 
 

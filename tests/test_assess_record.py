@@ -112,7 +112,7 @@ def test_a_page_without_a_truth_marks_nothing_as_wrong(
     assert path is not None
     page = write_report([path], tmp_path / "report")[1].read_text()
     assert "The true text is not known." in page and '<span class="na">not known</span>' in page
-    assert 'class="wrong"' not in page and "Utility not measured: the rows come without" in page
+    assert 'class="wrong"' not in page and "Utility not measured: the rows come from a file" in page
 
 
 def test_damaged_and_unfinished_records_are_told_in_one_line(
@@ -281,7 +281,6 @@ def test_the_command_reads_rows_with_and_without_a_truth(tiny: Callable[..., str
     ("given", "says"),
     [
         ([], "name a DEFENSE"),
-        (["identity", "--observation", "x.safetensors"], "leave out DEFENSE"),
         (["--observation", "x.safetensors"], "no observation file at x.safetensors"),
         (["identity", "--truth", "x.json"], "--truth goes with --observation"),
         (["identity", "--out", "x", "--no-record"], "give one of them"),

@@ -1,10 +1,14 @@
 """The cheapest hardening that hides a share: by figures of the stored table, below the cost of computing alone."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from hiddenlab.cli import app
+from hiddenlab.cli.cascade import _what_nodes_read
 from hiddenlab.defenses.cascade.exposure import (
     NOT_MEASURED,
     NOT_PRIVATE,
@@ -63,6 +67,16 @@ def test_the_cheapest_comes_first_and_whole_intervals_count() -> None:
             hiding(wrong)
 
 
+@pytest.mark.parametrize("share", [0.01, 0.02, 0.05])
+def test_no_hardening_is_named_that_its_own_plan_calls_not_private(share: float) -> None:
+    plain = [one for one in hiding(share) if one.harden.startswith("client") and "|" not in one.harden]
+    for one in plain:
+        plan = Plan.clustered(96, one.c, alpha=one.alpha)
+        statuses = {found.status for found in verdicts(plan, hardening=Hardening.parse(one.harden))}
+        assert NOT_PRIVATE not in statuses, one.harden
+    assert plain or share < 0.03
+
+
 def test_sentences_name_command_share_and_cost() -> None:
     found = described(0.05)
     assert found["fit"] and found["fit"][0]["harden"] in found["lines"][0]
@@ -117,3 +131,16 @@ def test_a_plan_that_was_measured_says_what_came_out(spec: str, c: int, tokens: 
     assert told == (comp.at_most is not None) == (status != NOT_MEASURED)
     if told:
         assert "beyond a guess (at most" in summary(found)[0]
+
+
+@pytest.mark.parametrize("harden", [None, "client:first=4,last=4|masked-sums"])
+def test_a_server_names_a_command_that_says_what_its_nodes_read(harden: str | None) -> None:
+    said = _what_nodes_read(2, 8, 1, True, harden)
+    assert "a prompt of up to 8 tokens" in said
+    _, *arguments = shlex.split(said.partition("96 tokens: ")[2])
+    long, short = (
+        CliRunner().invoke(app, [*arguments, "--json", "--tokens", str(tokens)]) for tokens in (96, 8)
+    )
+    assert long.exit_code == 0, long.output
+    assert "CompNode 0 holds the whole prompt: NOT PRIVATE" in json.loads(short.stdout)["summary"]
+    assert "random" in _what_nodes_read(2, 1, 1, True, "shares")

@@ -66,6 +66,29 @@ def test_compare_attack_and_rerun_take_files(folder: Path, tiny: Callable[..., s
     assert run.exit_code == 0 and json.loads(run.stdout)["same"]
 
 
+def test_saved_rows_are_attacked_where_the_file_is_named(folder: Path, tiny: Callable[..., str]) -> None:
+    model = tiny("llama", tokenizer=True)
+    made = ["abc", "--model", model, "--layer", "1", "--defense", "round_it.py:1", "-o", "rows.safetensors"]
+    run = CliRunner().invoke(app, ["capture", *made])
+    assert run.exit_code == 0, run.output
+    rows = ["--observation", "rows.safetensors", "--json"]
+
+    def fresh(*arguments: str) -> tuple[int, str, str]:
+        registry._SESSION["defenses"].clear()  # as a process that did not capture
+        run = CliRunner().invoke(app, list(arguments))
+        return run.exit_code, run.stdout, " ".join(run.stderr.split())
+
+    for verb in (["attack", "--no-record"], ["assess", "--no-record", "--minutes", "1"]):
+        code, _, told = fresh(*verb, *rows)
+        assert code == 2 and "unknown defense 'own-decimal'" in told and "beside --observation" in told
+    code, _, told = fresh("attack", "--no-record", *rows, "--defense", "round_it.py:2")
+    assert code == 2 and "passed own-decimal:decimals=1 and not own-decimal:decimals=2" in told
+    code, said, told = fresh("attack", "--out", "made", *rows, "--defense", "round_it.py:1")
+    assert code == 0 and json.loads(said)["spec"]["defense"] == ["round_it.py:1"], told
+    code, said, told = fresh("rerun", "made", "--no-record", "--json", "--trust-remote-code")
+    assert code == 0 and json.loads(said)["same"], told
+
+
 def test_the_release_is_that_of_the_object(
     folder: Path, tiny_model: Callable[..., hl.TruncatedModel]
 ) -> None:

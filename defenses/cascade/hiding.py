@@ -105,7 +105,8 @@ def reading(plan: Plan, hardening: Hardening) -> Reading | None:
 def hiding(share: float, known: Sequence[Measured] = MEASURED) -> list[Measured]:
     """Return the hardenings that leave a CompNode less than a share of others' tokens, the cheapest in time first.
 
-    Only those count that take less of the client than computing all himself.
+    Only those count that take less of the client than computing all himself. Where the reading of the same plan was
+    measured twice, both intervals must stay below, so that no plan is named here that its verdict calls not private.
 
     Args:
         share: of others' tokens beyond the control, which the whole interval must stay below.
@@ -117,8 +118,20 @@ def hiding(share: float, known: Sequence[Measured] = MEASURED) -> list[Measured]
         raise InputError(
             f"--hide is a share of others' tokens above 0 and up to 1, such as 0.05; not {share:g}"
         )
-    fit = [one for one in known if one.at_most < share and one.client_share < 1]
+    fit = [one for one in known if _most(one) < share and one.client_share < 1]
     return sorted(fit, key=lambda one: (one.over_plain, one.client_share))
+
+
+def _most(one: Measured) -> float:
+    """Return the highest end of the intervals that were measured of a hardening's plan."""
+    client = one.harden.split("|")[0]
+    same = (
+        found.at_most
+        for found in READINGS
+        if (client, one.alpha, one.c)
+        == (f"client:first={found.first},last={found.last}", found.alpha, found.c)
+    )
+    return max(one.at_most, *same, 0.0)
 
 
 def described(share: float) -> dict[str, Any]:
@@ -129,12 +142,14 @@ def described(share: float) -> dict[str, Any]:
     """
     fit = hiding(share)
     of = f"of {len(MEASURED)} hardenings that were measured on the built-in model ({COMMAND})"
+    less = f"a CompNode less than {share:.1%} of others' tokens beyond a guess"
     if not fit:
-        lines = [
-            f"Hide all but {share:.1%}: none {of} does, below the cost of computing everything at the client."
-        ]
+        lines = [f"none {of} leaves {less}, below the cost of computing everything at the client."]
     else:
-        lines = [f"Hide all but {share:.1%}: --harden {fit[0].harden!r} is the cheapest in time {of}."]
+        lines = [
+            f"{len(fit)} {of} leave {less}. The one that takes least time is --harden {fit[0].harden!r}; choose by "
+            "the client's work as well:"
+        ]
         lines += [_sentence(one) for one in fit]
     return {"share": share, "measured": len(MEASURED), "fit": [asdict(one) for one in fit], "lines": lines}
 
@@ -144,6 +159,10 @@ def _sentence(one: Measured) -> str:
         f"{one.over_plain:.1f} times the plain model's time, {one.client_share:.0%} of the work at the client"
     )
     if not one.prompts:
-        return f"{one.harden}: nothing, by construction, unless both nodes join what they get. {cost}"
-    others = f"{one.others:.1%} of others' tokens (at most {one.at_most:.1%}, {one.prompts} prompts)"
-    return f"{one.harden}, --alpha {one.alpha} --c {one.c}: {others}, {one.own:.0%} of its own. {cost}"
+        return f"{one.harden}: a node reads nothing, by construction, unless both join what they get; {cost}"
+    others = f"{one.others:.1%} of others' tokens (at most {_most(one):.1%}, {one.prompts} prompts)"
+    worse = "; noise makes answers worse" if "noise" in one.harden else ""
+    return (
+        f"{one.harden}, --alpha {one.alpha} --c {one.c}: a CompNode reads {others} and {one.own:.0%} of its own; "
+        f"{cost}{worse}"
+    )

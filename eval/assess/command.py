@@ -61,7 +61,7 @@ from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationI
 
 FORMAT = 1
 PROMPTS = 20  # of the shipped ones, where none are named
-OF_A_FILE = "not measured: the rows come without the code of a defense"
+OF_A_FILE = "not measured: the rows come from a file, without what the provider keeps secret"
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,10 @@ def assess(
         job = prepare(replace(config, attack="vocab-match", limit=limit), progress)
         shown = [case.observation for case in job.cases if case.observation is not None]
         check_one_channel([observation.info for observation in shown])
+        for observation in shown[:1]:
+            Channel.parse(
+                observation.info.channel
+            )  # attacks build it again; without its code nothing follows
         texts = [] if shown else planted(job.config.seed)
         channel = None if shown else job.channel
         defense = tuple(job.config.defense)

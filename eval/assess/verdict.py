@@ -124,4 +124,5 @@ def _why(found: Evidence) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * (share if math.isfinite(share) else 0.0):.1f} %"
+    """Return a share as the sentence says it: fewer tokens than the control guesses are none beyond it."""
+    return f"{100 * max(0.0, share if math.isfinite(share) else 0.0):.1f} %"

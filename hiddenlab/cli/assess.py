@@ -36,7 +36,7 @@ def assess(
         Argument(
             metavar="DEFENSE",
             help="The stages of one defense, in order, or joined by '+'; see 'hiddenlab list defenses'. One of your "
-            "own: FILE.py:KEY=VALUE. 'identity' is none. Rows of an --observation have passed theirs.",
+            "own: FILE.py:KEY=VALUE. 'identity' is none. With --observation only to name the file of its defense.",
         ),
     ] = None,
     minutes: Annotated[
@@ -62,8 +62,6 @@ def assess(
         raise InputError(
             "--out names a directory for the record, and --no-record asks for none; give one of them"
         )
-    if config.observation is not None and defense:
-        raise InputError("--observation brings its own states; leave out DEFENSE")
     if config.observation is None and not defense:
         raise InputError(
             "name a DEFENSE ('hiddenlab list defenses'; 'identity' is none), or give --observation FILE"
@@ -131,7 +129,7 @@ def show(result: Mapping[str, Any]) -> None:
     rows = [["leak beyond a guess" if known else "tokens verified", _interval(result["leak"])]]
     if known:
         rows += [
-            ["the same, best attack of each prompt told", _interval(result["oracle"])],
+            ["the same, if the best attack were known", _interval(result["oracle"])],
             ["tokens read", figure("token_accuracy", result["token_accuracy"])],
             ["tokens guessed without rows", figure("token_accuracy", result["control"])],
             ["exact prompts", _interval(result["exact"])],
@@ -147,7 +145,7 @@ def show(result: Mapping[str, Any]) -> None:
     utility = result["utility"]
     if "reason" not in utility:
         before, after = utility["clean_perplexity"]["value"], utility["perplexity"]["value"]
-        rows.append(["perplexity, before and behind", f"{before:.2f}, {after:.2f}"])
+        rows.append(["perplexity without the defense, with it", f"{before:.2f}, {after:.2f}"])
         rows.append(["top-1 agreement", figure("token_accuracy", utility["top1_agreement"]["value"])])
     defense = " + ".join(result["defense"]) or "identity"
     title = f"{result['model']}, {result['stream']} at layer {result['layer']}, {defense}"

@@ -10,6 +10,7 @@ from hiddenlab.cli import cluster
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.cli.program import Program
 from hiddenlab.errors import InputError
+from hiddenlab.text import count_of
 
 app = Program("Plan, run and serve private inference that is sharded by tokens (Cascade).")
 
@@ -299,6 +300,7 @@ def serve(
         threads=threads, cpus=cpus, gpus=gpus, strategy=placement, harden=harden,
     )  # fmt: skip
     screen = stdout()
+    stderr().print(_what_nodes_read(alpha, c, m, symmetric, harden), soft_wrap=True)
     stderr().print("starting Ray and the nodes; this takes from half a minute to some minutes")
 
     def ready() -> None:
@@ -313,6 +315,20 @@ def serve(
             "default_new_tokens": default_new_tokens,
         },
     )  # fmt: skip
+
+
+def _what_nodes_read(alpha: int, c: int, m: int, symmetric: bool, harden: str | None) -> str:
+    """Say what the nodes of a server read of short prompts, and which command tells of others."""
+    if harden == "shares":
+        return "each node gets random numbers; both together read every prompt"
+    import shlex
+
+    options = f"--alpha {alpha} --c {c} --m {m}" + " --symmetric" * symmetric
+    options += f" --harden {shlex.quote(harden)}" if harden else ""
+    return (
+        f"CompNode 0 reads all of a prompt of up to {count_of(c, 'token')}. What nodes read of a prompt of 96 tokens: "
+        f"hiddenlab cascade plan --tokens 96 {options}"
+    )
 
 
 cluster.add_to(app)
