@@ -43,7 +43,8 @@ CHANCES = 4  # random texts that a text is compared with
 # A token is verified where the direction of its state comes so near to the row's, and so much nearer than a random
 # token's: some states, of first tokens above all, are nearly the same for every token.
 SAME, NEARER = 1e-3, 0.05
-INTEGERS = {4: torch.int32, 2: torch.int16}  # by the bytes of a coordinate
+TELLS = 0.25  # of a random token's distance: rows of which rounding leaves no more than that verify nothing
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by the bytes of a coordinate
 WHOLE = 0.05  # how near a number comes to a whole one that was written there
 LOW_BITS = 4  # how many of the lowest bits of coordinates are read one by one
 
@@ -176,13 +177,15 @@ class Planted(Attack):
 
         seen = direction(rows)
         control = direction(self.model.encode(self._random(int(shown[-1]) + 1, 0))[shown])
-        limit = (NEARER * (control - seen).norm(dim=1)).clamp(max=SAME)
+        apart = (control - seen).norm(dim=1)
+        limit = (NEARER * apart).clamp(max=SAME)
         limit = limit.clamp(min=8 * torch.finfo(observation.states.dtype).eps)
+        tells = limit <= TELLS * apart
         texts = [(i, group[i][0]) for i in fits]
         for pack in packs(texts, lambda one: len(one[1]), self.model.max_pass_tokens):
             answers = self.model.run([Request(self.model.prefix(), ids) for _, ids in pack], keep=False)
             for (i, _), answer in zip(pack, answers, strict=True):
-                same = (direction(answer.states[shown]) - seen).norm(dim=1) <= limit
+                same = tells & ((direction(answer.states[shown]) - seen).norm(dim=1) <= limit)
                 if 2 * int(same.sum()) >= len(rows):
                     flags[i][shown] = same
         return flags
@@ -267,7 +270,12 @@ def _flat(value: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_whole(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and value == int(value)
+    return (
+        not isinstance(value, bool)
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+        and value == int(value)
+    )
 
 
 def in_low_bits(rows: Float[Tensor, "n d"], vocabulary: int) -> Iterator[Sequences]:
@@ -278,7 +286,7 @@ def in_low_bits(rows: Float[Tensor, "n d"], vocabulary: int) -> Iterator[Sequenc
     raw = rows.contiguous().view(INTEGERS[size]).long()
     needed = (vocabulary - 1).bit_length()
     widths = sorted({needed, max(needed, 16)})
-    for width in widths if size == 4 else ():
+    for width in widths if size >= 4 else ():
         yield _below((raw & ((1 << width) - 1)).T, vocabulary, f"the last {width} bits of coordinate {{}}")
     for low in range(LOW_BITS):
         bits = (raw >> low) & 1

@@ -295,3 +295,23 @@ def check_release(defense: Defense, before: Tensor, states: Tensor, order: tuple
             f"the defense {defense.spec} released rows of {states.shape[1]} numbers in place of {before.shape[1]}, and "
             "its method 'publish' says nothing of it"
         )
+    # Attacks would take each row for another token's, and the defense would look as if it held.
+    if defense.publish(untold) == untold and is_shuffled(before, states, order):
+        raise HiddenlabError(
+            f"the defense {defense.spec} shuffled rows or coordinates, and its method 'publish' says nothing of it: "
+            "set rows_permuted or columns_permuted"
+        )
+
+
+def is_shuffled(before: Tensor, states: Tensor, order: tuple[int, ...] | None) -> bool:
+    """Return whether released rows are those that a stage was given in another order, or with coordinates in another.
+
+    Args:
+        order: as the stage reports it.
+    """
+    told = [row for row in order or () if row >= 0]
+    if told != sorted(told):
+        return True
+    if states.shape != before.shape or torch.equal(states, before.to(states)):
+        return False
+    return torch.equal(states.flatten().sort().values, before.to(states).flatten().sort().values)

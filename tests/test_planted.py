@@ -46,6 +46,17 @@ def test_wrong_ids_are_not_verified(tiny_model: Truncated) -> None:
     assert not hl.attack(planted_in("facts", observation, other), model, "planted").tokens
 
 
+def test_a_first_token_that_rounding_hides_is_not_verified() -> None:
+    """At a late layer the first state is nearly the same for every token, and bfloat16 does not tell them apart."""
+    model = hl.load_model("builtin", 20)
+    observation, truth = hl.channel("dtype:bfloat16").release(model, "Ask Marie", seed=0)
+    attack = Planted().fit(observation.info, model)
+    wrong, right = torch.tensor([504, 40]), torch.tensor(truth.tokens)
+    assert len(right) == 2 and not (right == wrong).any()
+    found = attack._verified(observation, [(wrong, "the facts"), (right, "the facts")])
+    assert [flags.tolist() for flags in found] == [[False, False], [False, True]]
+
+
 def test_a_shard_whose_facts_hold_the_whole_prompt_is_read(tiny_model: Truncated) -> None:
     model = tiny_model("llama", 2)
     observation, truth = hl.channel("drop-rows:size=2,after=3").release(model, PROMPT, seed=0)

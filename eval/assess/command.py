@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,19 +19,20 @@ from hiddenlab.eval.assess.ensemble import (
     CRASHED,
     NOT_APPLICABLE,
     OUT_OF_TIME,
-    RAN,
     Attempt,
     Step,
     attack_all,
+    ended_with_all,
     solved,
     verified,
 )
-from hiddenlab.eval.assess.kept import UNDEFENDED, VERB, Kept, unfinished
+from hiddenlab.eval.assess.kept import UNDEFENDED, VERB, Kept, of_attacks, unfinished
 from hiddenlab.eval.assess.price import cost_of, release_all, utility_of
 from hiddenlab.eval.assess.readings import (
     Belief,
     Reading,
     best_of,
+    by_one_attack,
     is_misled,
     leakiest_of,
     oracle_of,
@@ -54,7 +56,7 @@ from hiddenlab.eval.measures.intervals import mean, share
 from hiddenlab.job import Case, cases_of, prepare
 from hiddenlab.models import TruncatedModel
 from hiddenlab.prompts import Prompt, load_prompts
-from hiddenlab.records import Recorder, RunRecord, check_new, check_writable, finite
+from hiddenlab.records import Recorder, RunRecord, check_new, check_writable, finite, read_run
 from hiddenlab.runner import Interrupted, Run
 from hiddenlab.stages import are_replaced
 from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationInfo, Progress, silent
@@ -107,7 +109,8 @@ def assess(
         minutes: see ``judge``. out, runs_dir, keep, resume: see ``hiddenlab.runner.run``.
 
     Raises:
-        InputError: minutes below 0, or states of another program; see ``hiddenlab.job.prepare``.
+        InputError: minutes not above 0, public facts that are no JSON values, or states of another program; see
+            ``hiddenlab.job.prepare``.
         Interrupted: from the keyboard; its ``run`` holds what is recorded.
     """
     check_minutes(minutes)
@@ -181,10 +184,10 @@ def check_minutes(minutes: float) -> None:
     """Refuse a time in which nothing can be done.
 
     Raises:
-        InputError: it is not above 0.
+        InputError: it is not above 0, or has no end.
     """
-    if not minutes > 0:
-        raise InputError(f"--minutes is above 0, not {minutes:g}")
+    if not (math.isfinite(minutes) and minutes > 0):
+        raise InputError(f"--minutes is above 0, and a number, not {minutes:g}")
 
 
 def _named(prompts: str | Sequence[str | Prompt]) -> list[Prompt]:
@@ -207,7 +210,14 @@ def _recorder(
 ) -> Recorder:
     """Return a new record, or that of the same assessment that was interrupted."""
     assert record.inputs_sha256 is not None
-    found = Path(resume) if resume is not None else unfinished(record, out, runs_dir) if keep else None
+    attacks = [step.attack for step in ATTACKS]
+    found = Path(resume) if resume is not None else None
+    if found is not None and not of_attacks(read_run(found)[1], attacks):
+        raise InputError(
+            f"{found} was started with other attacks than there are now; assess the defense anew"
+        )
+    if resume is None and keep:
+        found = unfinished(record, attacks, out, runs_dir)
     if found is None:
         if out is not None:
             check_new(out)
@@ -221,6 +231,9 @@ def released(subject: Subject) -> tuple[Subject, list[Observation]]:
     """Return what the attacker sees: the rows of a file, or what the defense releases of prompts and planted texts.
 
     The truths of the subject that is returned hold the tokens that ran, where the defense replaced some.
+
+    Raises:
+        InputError: what the defense publishes are no JSON values.
     """
     if subject.channel is None:
         return subject, [case.observation for case in subject.cases if case.observation is not None]
@@ -229,6 +242,8 @@ def released(subject: Subject) -> tuple[Subject, list[Observation]]:
         replace(case, truth=replace(truth_of(case), computed=truth.computed))
         for case, (_, truth) in zip(subject.cases, made, strict=False)
     ]
+    for observation, _ in made:
+        _public(observation.info)
     return replace(subject, cases=cases), [observation for observation, _ in made]
 
 
@@ -248,9 +263,24 @@ def _digest(observations: Sequence[Observation]) -> str:
     """Return a digest of rows and public facts: whatever was kept of other ones is not about these."""
     digest = hashlib.sha256()
     for one in observations:
-        digest.update(json.dumps(asdict(one.info), sort_keys=True, default=str).encode())
+        digest.update(_public(one.info).encode())
         digest.update(one.states.detach().cpu().float().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _public(info: ObservationInfo) -> str:
+    """Return public facts as JSON.
+
+    Raises:
+        InputError: they hold something else, in which no attack would look for a prompt.
+    """
+    try:
+        return json.dumps(asdict(info), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"the public facts of {' + '.join(info.channel) or 'the rows'} are no JSON values ({error}); a defense "
+            "publishes numbers, texts, lists and dictionaries"
+        ) from None
 
 
 def judge(
@@ -264,8 +294,8 @@ def judge(
 
     The attacker knows the code and the public facts, and may release texts of his own. He sees each prompt once, and
     chooses himself which attack to believe: the one that is sure of most tokens, else the one whose text is the
-    likeliest. The truth scores what he chose. Where none is known, the tokens count that attacks verified, and no
-    defense holds.
+    likeliest, or one attack for all prompts where that reads more (``by_one_attack``). The truth scores what he chose.
+    Where none is known, the tokens count that attacks verified, and no defense holds.
 
     Args:
         rows: what the defense shows of the prompts, then of the planted secrets.
@@ -291,13 +321,15 @@ def judge(
     diary, belief = Kept(recorder, model, cases, rows), Belief(model, replaced)
     attempts = attack_all(rows, model, seed, 60 * minutes, progress, ATTACKS, belief, diary)
     believed = readings_of(model, cases, rows, attempts, belief)
-    mine, extra = believed[:own], believed[own:]
     guessed = _guessed(subject, progress)
+    if subject.truth:
+        believed = by_one_attack(model, believed, attempts, guessed)
+    mine, extra = believed[:own], believed[own:]
     found = _evidence(subject, mine, extra, guessed, attempts)
     undefended: list[dict[str, Any]] = []
     if status_of(found) == INCONCLUSIVE and subject.truth:  # it depends on what the attacks can do at all
         undefended = _undefended(subject, guessed, attempts, recorder, progress)
-        ended = {attempt.attack for attempt in attempts if attempt.status == RAN}
+        ended = ended_with_all(attempts, rows[:own])
         able = [one["attack"] for one in undefended if one["leak"]["low"] >= HALF and one["attack"] in ended]
         found = replace(found, able=able)
     channel, total = subject.channel, sum(reading.tokens for reading in mine)

@@ -11,6 +11,7 @@ from hiddenlab.errors import HiddenlabError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.records import RecordError
 from hiddenlab.row_facts import extra_rows
+from hiddenlab.stages import are_replaced
 from hiddenlab.text import first_line
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress
 
@@ -21,13 +22,15 @@ class Step:
 
     Attributes:
         attack: its spec. weight: of its share of the time. missing: it is for observations of some rows alone.
-            endless: it may go on for as long as there is time, so that running out of it says nothing.
+            endless: it may go on for as long as there is time, so that running out of it says nothing. beside: it looks
+            beside the states, where the prompt's own tokens may stand although the model ran others.
     """
 
     attack: str
     weight: float = 1.0
     missing: bool = False
     endless: bool = False
+    beside: bool = False
 
 
 TOGETHER = 2  # prompts that an attack gets at once; running out of time costs what it read of these
@@ -38,7 +41,7 @@ ATTACKS = (
     # What tokens stood for that ran in place of the prompt's. It may take half of the time, and elsewhere takes none.
     Step("replaced-tokens", weight=14),
     Step("vocab-match:setup=quick,budget=256", weight=2),  # rows as they are, permuted, or behind secret maps
-    Step("planted", weight=2),  # ids in low bits, norms or public facts
+    Step("planted", weight=2, beside=True),  # ids in low bits, norms or public facts
     Step("partial-sums"),  # what a CompNode of Cascade gets
     Step("self-scores"),  # rows in secret coordinates of Cascade
     Step("closed-weights"),  # rows of private, permuted weights
@@ -97,10 +100,23 @@ def verified(result: AttackResult) -> int:
 def solved(result: AttackResult, observation: Observation) -> bool:
     """Return whether an attack is sure of the token of every row, so that none need read the rows again.
 
-    What the tokens of rows stood for, where others were replaced, is asked by ``replaced-tokens`` alone, which comes
-    first.
+    What the tokens of rows stood for, where others were replaced, is asked by ``replaced-tokens``, which comes first,
+    and by what looks beside the states (``Step.beside``).
     """
     return verified(result) >= len(observation.states) - extra_rows(observation.info) > 0
+
+
+def ended_with_all(attempts: Sequence[Attempt], observations: Sequence[Observation]) -> set[str]:
+    """Return the attacks that ran to their end with every prompt that no attack solved.
+
+    One that could use some of the prompts alone says nothing of how the others withstand.
+    """
+    open_ = {
+        i
+        for i, observation in enumerate(observations)
+        if not any(i in one.results and solved(one.results[i], observation) for one in attempts)
+    }
+    return {one.attack for one in attempts if one.status == RAN and open_ <= one.results.keys()}
 
 
 def attack_all(
@@ -127,22 +143,28 @@ def attack_all(
     Returns:
         What each attack did, in the order of ``steps``.
     """
-    facts, looked, begun = observations[0].info, list[_Run](), time.monotonic()
-    runs = [_Run(n, step, model, seed, progress, facts, diary) for n, step in enumerate(steps)]
+    looked, begun = list[_Run](), time.monotonic()
+    partial = next((one.info for one in observations if one.info.positions is not None), None)
+    facts = [partial or observations[0].info if step.missing else observations[0].info for step in steps]
+    runs = [_Run(n, step, model, seed, progress, facts[n], diary) for n, step in enumerate(steps)]
     begun -= sum(run.attempt.seconds for run in runs)
     shortest = min(range(len(observations)), key=lambda i: len(observations[i].states))
 
-    def open_of(prompts: Sequence[int]) -> list[tuple[int, Observation]]:
-        found = [run.attempt.results for run in runs]
+    def open_to(run: _Run, prompts: Sequence[int]) -> list[tuple[int, Observation]]:
+        found = [other.attempt.results for other in runs]
         return [
             (i, observations[i])
             for i in prompts
-            if not any(i in results and solved(results[i], observations[i]) for results in found)
+            if i not in run.attempt.results
+            and (
+                (run.step.beside and are_replaced(observations[i].info))
+                or not any(i in results and solved(results[i], observations[i]) for results in found)
+            )
         ]
 
     def spend(order: Sequence[_Run], prompts: Sequence[int], ends: float, lead: float) -> None:
         for number, run in enumerate(order):
-            if not (left_over := open_of([i for i in prompts if i not in run.attempt.results])):
+            if not (left_over := open_to(run, prompts)):
                 continue
             left = begun + ends - time.monotonic()
             share = run.step.weight / sum(later.step.weight for later in order[number:])
@@ -184,6 +206,10 @@ class _Run:
         if self.step.missing and self._info.positions is None:
             attempt.refused, attempt.status, attempt.reason = True, NOT_APPLICABLE, "every token has a row"
             return
+        if self.step.missing:  # a short prompt may be shown whole beside longer ones that are not
+            prompts = [one for one in prompts if one[1].info.positions is not None]
+            if not prompts:
+                return
         attempt.allowed += allowed
 
         def tell(what: str, done: int, total: int) -> None:

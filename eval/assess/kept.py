@@ -113,22 +113,30 @@ def result_of(line: Sample) -> AttackResult:
     )
 
 
-def unfinished(record: RunRecord, out: Path | None, runs_dir: Path) -> Path | None:
+def of_attacks(samples: Sequence[Sample], attacks: Sequence[str]) -> bool:
+    """Return whether samples are of these attacks, in this order; those of an older version may be of others."""
+    numbered = dict(enumerate(attacks))
+    return all(numbered.get(line.get("step", -1)) == line.get("attack") for line in samples)
+
+
+def unfinished(record: RunRecord, attacks: Sequence[str], out: Path | None, runs_dir: Path) -> Path | None:
     """Return the run of the same assessment that was interrupted last; None where there is none.
 
-    The same are options, minutes, and inputs: prompts, and what the defense released of them. So a defense whose code
-    has changed is assessed anew.
+    The same are options, minutes, attacks and inputs: prompts, and what the defense released of them. So a defense
+    whose code has changed is assessed anew.
 
     Args:
-        out: the run's directory, where one is named. runs_dir: where else to look.
+        attacks: that are tried, in order. out: the run's directory, where one is named. runs_dir: where else to look.
     """
     named = f"*-{VERB}-{digest_of(record.spec)[:8]}*"
     folders = [out] if out is not None else sorted(runs_dir.glob(named), reverse=True)
     for folder in folders:
         if not (folder / "record.json").is_file():
             continue
-        other, _ = read_run(folder)
-        if other.verb == VERB and other.status in UNFINISHED and _same(other, record):
+        other, samples = read_run(folder)
+        if other.verb != VERB or other.status not in UNFINISHED:
+            continue
+        if _same(other, record) and of_attacks(samples, attacks):
             return folder
     return None
 

@@ -12,6 +12,7 @@ from hiddenlab.eval.assess.verdict import leak_of
 from hiddenlab.eval.measures.intervals import Estimate
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
+from hiddenlab.row_facts import extra_rows
 from hiddenlab.scoring import Score, places_of, score
 from hiddenlab.types import AttackResult, GroundTruth, Observation
 
@@ -32,11 +33,11 @@ class Reading:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of the prompt; without a truth, up to its last row."""
+        """The number of tokens of the prompt; without a truth, up to its last row that is a token's."""
         if self.case.truth is not None:
             return len(self.case.truth.tokens)
-        places = self.observation.info.positions
-        return len(self.observation.states) if places is None else places[-1] + 1
+        info, rows = self.observation.info, len(self.observation.states)
+        return rows - extra_rows(info) if info.positions is None else info.positions[-1] + 1
 
     @property
     def right(self) -> int:
@@ -114,6 +115,42 @@ def readings_of(
     return readings
 
 
+def by_one_attack(
+    model: TruncatedModel, readings: Sequence[Reading], attempts: Sequence[Attempt], guessed: Sequence[int]
+) -> list[Reading]:
+    """Return readings by the one attack that by itself surely reads more of the prompts than the belief in each answer.
+
+    An attacker finds it without their truth: he attacks texts of his own behind the same defense. Prompts that it did
+    not read stay as they are, and so do all where no attack reads more.
+
+    Args:
+        guessed: of each prompt that counts, which come first: tokens that the control guesses.
+    """
+    count = len(guessed)
+    lengths = [one.tokens for one in readings[:count]]
+    chosen = leak_of([one.right for one in readings[:count]], guessed, lengths)
+    best, most = None, chosen.value
+    for attempt in attempts:
+        results = [_given(attempt, i) or one.result for i, one in enumerate(readings[:count])]
+        right = [right_of(result, one.case) for result, one in zip(results, readings, strict=False)]
+        leak = leak_of(right, guessed, lengths)
+        if leak.low > chosen.value and leak.value > most:
+            best, most = attempt, leak.value
+    if best is None:
+        return list(readings)
+    return [
+        one if (result := _given(best, i)) is None
+        else Reading(one.case, one.observation, best.attack, result, _scored(model, result, truth_of(one.case)))
+        for i, one in enumerate(readings)
+    ]  # fmt: skip
+
+
+def _given(attempt: Attempt, prompt: int) -> AttackResult | None:
+    """Return what an attack read of a prompt, None where it read nothing."""
+    result = attempt.results.get(prompt)
+    return result if result is not None and result.ids else None
+
+
 def _scored(model: TruncatedModel, result: AttackResult, truth: GroundTruth) -> Score:
     return score(result, replace(truth, text=model.text(truth.tokens)))
 
@@ -140,7 +177,11 @@ def is_misled(reading: Reading, attempts: Sequence[Attempt], number: int) -> boo
     """
     results = [attempt.results[number] for attempt in attempts if number in attempt.results]
     surest = next((result for result in results if solved(result, reading.observation)), None)
-    return surest is not None and list(truth_of(reading.case).shown) != surest.ids
+    if surest is None:
+        return False
+    truth = truth_of(reading.case)
+    read = dict(zip(places_of(surest, truth), surest.ids, strict=True))
+    return any(place >= len(truth.shown) or truth.shown[place] != token for place, token in read.items())
 
 
 def shown_accuracy_of(readings: Sequence[Reading], attempts: Sequence[Attempt]) -> float | None:

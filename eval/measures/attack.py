@@ -28,6 +28,8 @@ from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 
 NEAR, FAR = 4, 16  # positions
+# A perplexity of more is given as this, the exponential of it: not far above it are no finite numbers any more.
+MOST_NATS = 300.0
 
 
 def attack(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -320,5 +322,5 @@ def exactly(value: float, n: int) -> dict[str, float]:
 
 
 def _exp(estimate: Estimate) -> Estimate:
-    value, low, high = torch.tensor(estimate[:3], dtype=torch.float64).exp().tolist()
+    value, low, high = torch.tensor(estimate[:3], dtype=torch.float64).clamp(max=MOST_NATS).exp().tolist()
     return Estimate(value, low, high, estimate.n)

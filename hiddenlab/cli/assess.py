@@ -21,6 +21,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.summary import figure
 
 INTERRUPTED = 130
+LARGE = 1e6  # a perplexity of more is written with an exponent
 STYLES = {"BROKEN": BAD, "LEAKS": BAD, "HELD": GOOD, "INCONCLUSIVE": OPEN}
 UNKNOWN = "Without a truth there is no guess to compare with, and no attack without the defense; no defense can hold."
 LEFT_OUT = (
@@ -145,7 +146,7 @@ def show(result: Mapping[str, Any]) -> None:
     utility = result["utility"]
     if "reason" not in utility:
         before, after = utility["clean_perplexity"]["value"], utility["perplexity"]["value"]
-        rows.append(["perplexity without the defense, with it", f"{before:.2f}, {after:.2f}"])
+        rows.append(["perplexity without the defense, with it", f"{_number(before)}, {_number(after)}"])
         rows.append(["top-1 agreement", figure("token_accuracy", utility["top1_agreement"]["value"])])
     defense = " + ".join(result["defense"]) or "identity"
     title = f"{result['model']}, {result['stream']} at layer {result['layer']}, {defense}"
@@ -191,6 +192,10 @@ def show(result: Mapping[str, Any]) -> None:
 
 def _interval(estimate: Mapping[str, float]) -> str:
     return f"{_percent(estimate['value'])} ({_percent(estimate['low'])} to {_percent(estimate['high'])})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < LARGE else f"{value:.3g}"
 
 
 def _percent(share: float) -> str:

@@ -1,0 +1,279 @@
+"""No verdict says more than was tried, and none less than was read: cases in which a defense would look better."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hiddenlab import registry
+from hiddenlab.attacks.planted import in_low_bits
+from hiddenlab.channels import Channel
+from hiddenlab.cli import app
+from hiddenlab.config import AttackConfig
+from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.eval.assess import command
+from hiddenlab.eval.assess.command import assess
+from hiddenlab.eval.assess.ensemble import (
+    DONE_BEFORE,
+    RAN,
+    Attempt,
+    Step,
+    attack_all,
+    ended_with_all,
+)
+from hiddenlab.eval.assess.kept import of_attacks
+from hiddenlab.eval.assess.readings import Reading, by_one_attack, is_misled
+from hiddenlab.job import Case
+from hiddenlab.models import TruncatedModel
+from hiddenlab.report.markdown import write_report
+from hiddenlab.row_facts import with_extra_rows
+from hiddenlab.runner import Interrupted
+from hiddenlab.stages import Stage
+from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationInfo, TokenPrediction, silent
+from tests.test_assess import Knowing, Unsure, fakes, released, steps  # noqa: F401  (a fixture of every test)
+from tests.test_assess_record import Stopping
+
+Truncated = Callable[..., TruncatedModel]
+
+
+@pytest.fixture(autouse=True)
+def names(fakes: None) -> None:  # noqa: F811
+    registry.register("attacks", "stopping", Stopping)
+    registry.register("attacks", "sure-of-one", SureOfOne)
+
+
+class SureOfOne(Unsure):
+    """Reads nothing, and is sure of one wrong token of each prompt."""
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        tokens = (TokenPrediction(1, row, 0.0, None, 1, row == 0) for row in range(len(observation.states)))
+        return AttackResult(tuple(tokens), 0, 0, 0.0, "complete")
+
+
+def result(ids: Sequence[int], sure: bool = False, positions: tuple[int, ...] | None = None) -> AttackResult:
+    tokens = tuple(TokenPrediction(token, row, 0.0, None, 1, sure) for row, token in enumerate(ids))
+    return AttackResult(tokens, 0, 0, 0.0, "complete", positions=positions, text="")
+
+
+def case(index: int, tokens: Sequence[int], computed: Sequence[int] | None = None) -> Case:
+    truth = GroundTruth(tuple(tokens), computed=None if computed is None else tuple(computed))
+    return Case(index, f"p{index}", truth)
+
+
+def prompts_of(tmp_path: Path, *texts: str) -> str:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(texts))
+    return str(path)
+
+
+# ---- attacks that were not tried
+
+
+def test_what_stands_beside_replaced_tokens_is_looked_for_although_their_rows_are_read(
+    tiny_model: Truncated,
+) -> None:
+    """The tokens that ran are all verified, which says nothing of the prompt's own ones in the public facts."""
+    model = tiny_model("llama", 1)
+    plain = released(model, [5], [7])
+    replaced = [replace(one, info=replace(one.info, facts={"replaced_tokens": True})) for one in plain]
+    made = [Step("knowing"), Step("unsure", beside=True)]
+    beside, left_out = (attack_all(shown, model, 0, 60.0, silent, made)[1] for shown in (replaced, plain))
+    assert beside.status == RAN and sorted(beside.results) == [0, 1]
+    assert left_out.status == DONE_BEFORE
+
+
+def test_a_prompt_that_is_shown_whole_does_not_keep_missing_tokens_from_the_others(
+    tiny_model: Truncated,
+) -> None:
+    model = tiny_model("llama", 1)
+    whole, partial = released(model, [5], [7, 8])
+    partial = replace(partial, info=replace(partial.info, positions=(0, 2)))
+    (one,) = attack_all([whole, partial], model, 0, 60.0, silent, [Step("unsure", missing=True)])
+    assert one.status == RAN and sorted(one.results) == [1]
+
+
+def test_an_attack_that_could_use_some_prompts_alone_says_nothing_of_the_others(
+    tiny_model: Truncated,
+) -> None:
+    shown = released(tiny_model("llama", 1), [5], [7])
+    some, all_ = Attempt("some", status=RAN), Attempt("all", status=RAN)
+    some.results[0], all_.results[0] = result([1]), result([1])
+    all_.results[1] = result([])
+    assert ended_with_all([some, all_], shown) == {"all"}
+    all_.results[1] = result([7], sure=True)  # nobody need read it again
+    assert ended_with_all([some, all_], shown) == {"some", "all"}
+
+
+# ---- what was read
+
+
+def test_one_attack_that_reads_more_than_the_attacker_believes_of_each_prompt_counts(
+    tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single token of which another attack is wrongly sure must not hide what was read."""
+    monkeypatch.setattr(command, "ATTACKS", steps("sure-of-one", "unsure"))
+    path = prompts_of(tmp_path, *("abcdefg"[i:] for i in range(4)))
+    config = AttackConfig(
+        model=tiny("llama", tokenizer=True), prompts=path, layer=0, stream="embed", defense=("identity",)
+    )
+    found = assess(config, 1.0, keep=False).findings
+    assert found["status"] == "BROKEN" and found["leak"]["value"] == 1 and found["secrets"]["read"] == 4
+    assert {one["attack"] for one in found["readings"]} == {"unsure"}
+
+
+def test_the_belief_stays_where_no_attack_surely_reads_more(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 1)
+    cases = [case(i, [5, 6, 7]) for i in range(3)]
+    believed = [Reading(one, observation, "a", result([5, 1, 1]), None) for one, observation in
+                zip(cases, released(model, *[[5, 6, 7]] * 3), strict=True)]  # fmt: skip
+    other = Attempt("b", status=RAN, results={0: result([5, 6, 1]), 1: result([]), 2: result([5, 1, 1])})
+    assert by_one_attack(model, believed, [other], [0, 0, 0]) == believed
+
+
+def test_rows_of_no_token_are_no_tokens_of_an_unknown_prompt(tiny_model: Truncated) -> None:
+    (shown,) = released(tiny_model("llama", 1), [5, 6, 7])
+    mixed = replace(shown, info=with_extra_rows(shown.info, 1))
+    assert Reading(Case(0, "p", None), mixed, None, None, None).tokens == 2
+
+
+def test_right_tokens_of_some_rows_mislead_nobody(tiny_model: Truncated) -> None:
+    (shown,) = released(tiny_model("llama", 1), [5, 7])
+    partial = replace(shown, info=replace(shown.info, positions=(0, 2)))
+    truth = case(0, [5, 6, 7])
+    for ids, misled in (([5, 7], False), ([5, 6], True)):
+        read = Attempt("a", status=RAN, results={0: result(ids, True, (0, 2))})
+        assert is_misled(Reading(truth, partial, "a", read.results[0], None), [read], 0) == misled
+
+
+# ---- defenses that say too little of themselves
+
+
+@pytest.mark.parametrize("way", ["told order", "rows", "coordinates"])
+def test_a_defense_that_shuffles_in_secret_is_refused(tiny_model: Truncated, way: str) -> None:
+    """Attacks that know nothing of it take each row for another token's, and the defense would look as if it held."""
+
+    class Shuffling(Stage):
+        spec = "shuffling"
+
+        def states(self, states: torch.Tensor, generator: torch.Generator) -> Any:
+            if way == "coordinates":
+                return states.flip(1), None, {}
+            order = tuple(reversed(range(len(states))))
+            return states[list(order)], order if way == "told order" else None, {}
+
+    class Honest(Shuffling):
+        def publish(self, info: ObservationInfo) -> ObservationInfo:
+            return replace(info, rows_permuted=True, columns_permuted="shared")
+
+    model = tiny_model("llama", 1)
+    with pytest.raises(HiddenlabError, match="shuffled rows or coordinates"):
+        Channel([Shuffling()]).release(model, [5, 6, 7])
+    assert Channel([Honest()]).release(model, [5, 6, 7])[0].info.rows_permuted
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([5, 6]), {5, 6}])
+def test_public_facts_that_no_attack_could_read_are_refused(
+    tiny: Callable[..., str], tmp_path: Path, ids: Any
+) -> None:
+    class Hiding(Stage):
+        spec = "hiding"
+
+        def publish(self, info: ObservationInfo) -> ObservationInfo:
+            return replace(info, facts={"ids": ids})
+
+    registry.register("defenses", "hiding", Hiding)
+    config = AttackConfig(
+        model=tiny("llama", tokenizer=True), prompts=prompts_of(tmp_path, "ab"), layer=1, defense=("hiding",)
+    )
+    with pytest.raises(InputError, match="the public facts of hiding are no JSON values"):
+        assess(config, 1.0, keep=False)
+
+
+def test_a_fact_without_a_number_stops_no_attack(tiny_model: Truncated) -> None:
+    from hiddenlab.attacks.planted import Planted
+
+    model = tiny_model("llama", 1)
+    (shown,) = released(model, [5, 6, 7])
+    infinite = replace(shown, info=replace(shown.info, facts={"range": [1.0, math.inf], "no": [math.nan]}))
+    assert Planted().fit(infinite.info, model).recover(infinite).stop_reason == "nothing planted was found"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_last_bits_are_read_of_every_dtype(dtype: torch.dtype) -> None:
+    ids, whole = (
+        torch.tensor([300, 7, 411, 99]),
+        {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8},
+    )
+    raw = torch.ones(4, 20).to(dtype).view(whole[dtype.itemsize])
+    for bit in range(9):
+        raw[:, 2 + bit] = (raw[:, 2 + bit] & ~1) | ((ids >> bit) & 1).to(raw.dtype)
+    found = [one.tolist() for group in in_low_bits(raw.view(dtype), 512) for one in group.ids]
+    assert ids.tolist() in found
+
+
+# ---- records and input
+
+
+def test_a_perplexity_without_bounds_can_be_recorded_and_read(
+    tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "ATTACKS", steps("never"))
+    path = prompts_of(tmp_path, "abc", "def")
+    config = AttackConfig(
+        model=tiny("llama", tokenizer=True), prompts=path, stream="logits",
+        defense=("output-noise:sigma=1e6,scale=none",),
+    )  # fmt: skip
+    made = assess(config, 1.0, runs_dir=tmp_path / "runs")
+    assert made.path is not None and made.findings["utility"]["perplexity"]["value"] > 1e100
+    assert write_report([made.path], tmp_path / "report")
+
+
+def test_what_other_attacks_read_is_not_taken_for_that_of_these(
+    tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is where a newer version has other attacks: mixed, the record could not be read again."""
+    monkeypatch.setattr(command, "ATTACKS", steps("unsure", "stopping"))
+    Stopping.calls, Stopping.interrupts = 0, True
+    config = AttackConfig(
+        model=tiny("llama", tokenizer=True), prompts=prompts_of(tmp_path, "ab", "cde", "fg"), layer=0,
+        stream="embed", defense=("identity",),
+    )  # fmt: skip
+    runs = tmp_path / "runs"
+    with pytest.raises(Interrupted) as stopped:
+        assess(config, 1.0, runs_dir=runs)
+    run = stopped.value.run
+    assert run is not None and run.path is not None
+    assert of_attacks(run.samples, ["unsure", "stopping"])
+    monkeypatch.setattr(command, "ATTACKS", steps("knowing", "unsure"))
+    with pytest.raises(InputError, match="was started with other attacks"):
+        assess(config, 1.0, resume=run.path)
+    made = assess(config, 1.0, runs_dir=runs)
+    assert made.path is not None and made.path != run.path and made.status == "BROKEN"
+
+
+@pytest.mark.parametrize("minutes", ["inf", "nan", "-1"])
+def test_a_time_without_an_end_is_refused(minutes: str) -> None:
+    found = CliRunner().invoke(app, ["assess", "identity", "--minutes", minutes])
+    assert found.exit_code == 2 and "--minutes is above 0" in found.output
+
+
+def test_nothing_but_json_is_printed_although_a_defense_prints(
+    tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "ATTACKS", steps("knowing"))
+    code = tmp_path / "loud.py"
+    code.write_text(
+        "from hiddenlab.stages import Stage\nprint('read')\n\nclass Loud(Stage):\n    spec = 'loud'\n\n"
+        "    def states(self, states, generator):\n        print('released')\n        return states, None, {}\n"
+    )
+    model, prompts = tiny("llama", tokenizer=True), prompts_of(tmp_path, "ab", "cd")
+    options = ["--layer", "1", "--json", "--runs-dir", str(tmp_path / "runs")]
+    asked = ["assess", str(code), "--model", model, "--prompts", prompts, *options]
+    found = CliRunner().invoke(app, asked)
+    assert json.loads(found.stdout)["defense"] == [str(code)] and found.exit_code in (1, 3)
