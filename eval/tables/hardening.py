@@ -9,13 +9,18 @@ from hiddenlab.defenses.cascade.hardening import Hardening
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import MEASURED, NOT_RUN, Cell, Experiment, Setting, attack_cell, split_specs
 from hiddenlab.eval.tables.sharding import shard_tokens, sums_cell
+from hiddenlab.models.load import load_config, resolve_model
 from hiddenlab.sharding import Plan, Positions
 
 VARIANTS = (
     "none,secret-maps,masked-sums,client:first=1,last=1,client:first=2,last=2,client:first=4,last=4,"
     "client:first=8,last=8,client:first=4,last=4|noise:sigma=0.03,client:first=4,last=4|secret-maps|masked-sums,shares"
 )
-COST, LEAK = "cost", "leak"  # the two parts of a row
+COST, LEAK, SHARED = "cost", "leak", "shared"  # parts of a row
+ON_CRYPTEN = "CrypTen"  # begins the key of the row of plain secret sharing
+MPC_SECONDS = 1800.0  # for one prompt at most
+
+_NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0, "n": 0}  # by construction, without a measurement
 
 
 def hardening(
@@ -45,6 +50,12 @@ def hardening(
         elif hard.shares is None:
             masked = hard.masked_sums is not None
             cells.append(sums_cell(replace(setting, limit=options["limit"]), keys, alpha, c, 1, node, masked))
+    layers = int(load_config(resolve_model(setting.model)).num_hidden_layers)
+    shared = {name: options[name] for name in ("model", "seed", "prompts", "max_tokens")} | {
+        "limit": 1, "layers": layers - 1, "alpha": alpha, "c": c, "m": 1, "timeout": MPC_SECONDS,
+    }  # fmt: skip
+    key = f"{ON_CRYPTEN}, {layers - 1} of {layers} layers"
+    cells.append(Cell("after-mpc", shared, {"hardening": key, "part": SHARED}))
     return Experiment(
         "What a hardening of Cascade hides, and what it costs",
         cells,
@@ -65,6 +76,8 @@ def hardening(
             "in turn on one machine, whose cores all nodes share; megabytes are counted. On shares a message is a "
             "question to both nodes, which the client waits for.",
             "The client's share counts matrix products, the head's too where he computes it.",
+            "CrypTen is plain secret sharing: two processes on loopback, one thread each, public weights, one prompt; "
+            "all layers but the last. It hides everything from each party, by construction.",
         ],
         fold=partial(_both, specs),
         against="over_plain",
@@ -73,14 +86,14 @@ def hardening(
 
 def _both(specs: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make one row for each hardening, of what it hides and what it costs."""
-    cost, result = rows[0], []
+    cost, result = next(row for row in rows if row["keys"].get("part") == COST), []
     for i, spec in enumerate(specs):
         leaks = [row for row in rows if row["keys"] == {"hardening": spec, "part": LEAK}]
         read = {name: figure for row in leaks for name, figure in row["figures"].items()}
         if "missing_token_accuracy" in read and "control_token_accuracy" not in read:
             read["beyond_control"] = read["missing_token_accuracy"]
         if Hardening.parse(None if spec == "none" else spec).shares is not None:
-            read["beyond_control"] = {"value": 0.0, "low": 0.0, "high": 0.0, "n": 0}
+            read["beyond_control"] = _NOTHING
         spent = {
             name.rpartition(" ")[0]: figure
             for name, figure in cost["figures"].items()
@@ -96,6 +109,11 @@ def _both(specs: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "status": NOT_RUN if missing else MEASURED, "reason": "; ".join(missing) or None,
             }
         )  # fmt: skip
+    for row in (one for one in rows if one["keys"].get("part") == SHARED):
+        figures = dict(row["figures"])
+        if figures:
+            figures |= {"beyond_control": _NOTHING, "largest_error": figures["largest_logit_error"]}
+        result.append({**row, "keys": {"hardening": row["keys"]["hardening"]}, "figures": figures})
     return result
 
 
