@@ -41,6 +41,7 @@ from hiddenlab.stages import (
     with_known_name,
     with_strength,
 )
+from hiddenlab.text import count_of
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from hiddenlab.utils.random import generator
 
@@ -292,6 +293,11 @@ class Channel:
         info = replace(info, channel=self.specs)
         for defense in self.defenses:
             info = defense.publish(info)
+            if not isinstance(info, ObservationInfo):
+                raise HiddenlabError(
+                    f"the method 'publish' of the defense {defense.spec} returned no ObservationInfo; return info, or "
+                    "replace(info, …)"
+                )
         return info
 
     def _prepare(
@@ -399,6 +405,9 @@ class Channel:
         """Return released states as the rightful receiver gets them, who knows what the stages drew.
 
         Row orders are undone here, and each stage undoes what else it can (``Stage.undo``), the last one first.
+
+        Raises:
+            HiddenlabError: a stage's ``undo`` returned something else than a row for each token that is shown.
         """
         drawn, seen = list[tuple[Defense, dict[str, Any]]](), dict[str, Any]()
         for defense in self.defenses:
@@ -413,6 +422,11 @@ class Channel:
                     order.argsort()[int((order < 0).sum()) :]
                 ]  # rows that are no token's are dropped
             states = defense.undo(states, own) if isinstance(defense, Stage) else states
+        rows = len(truth.tokens if observation.info.positions is None else observation.info.positions)
+        if not isinstance(states, Tensor) or states.ndim != 2 or len(states) != rows:
+            raise HiddenlabError(
+                f"a method 'undo' of {' | '.join(self.specs)} returned something else than {count_of(rows, 'row')}"
+            )
         return states
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from hiddenlab.channels import Channel
 from hiddenlab.cli import app
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.eval.assess import command
+from hiddenlab.eval.assess import command, price
 from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.ensemble import (
     DONE_BEFORE,
@@ -193,6 +193,35 @@ def test_public_facts_that_no_attack_could_read_are_refused(
     )
     with pytest.raises(InputError, match="the public facts of hiding are no JSON values"):
         assess(config, 1.0, keep=False)
+
+
+@pytest.mark.parametrize("part", ["publish", "undo"])
+def test_a_faulty_defense_is_named_before_any_attack(
+    tiny: Callable[..., str], tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Faulty(Stage):
+        spec = "faulty"
+
+        def states(self, states: torch.Tensor, generator: torch.Generator) -> Any:
+            return 2 * states, None, {"k": 1}
+
+    monkeypatch.setattr(Faulty, part, lambda *_: None if part == "publish" else torch.zeros(1, 1))
+    registry.register("defenses", "faulty", Faulty)
+    monkeypatch.setattr(command, "attack_all", lambda *_: pytest.fail("attacked"))
+    config = AttackConfig(
+        model=tiny("llama", tokenizer=True), prompts=prompts_of(tmp_path, "ab"), layer=1, defense=("faulty",)
+    )
+    with pytest.raises(HiddenlabError, match=f"method '{part}' of .*faulty"):
+        assess(config, 1.0, keep=False)
+
+
+def test_utility_that_is_no_number_is_not_measured(
+    tiny_model: Truncated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A null in a record where a figure belongs could not be read again."""
+    monkeypatch.setattr(price, "degradation", lambda *_: {"kl": {"value": math.nan}})
+    found = price.utility_of(tiny_model("llama", 1), Channel([]), [case(0, [5, 6])], 0, silent)
+    assert found == {"reason": "not measured: what the model says behind the defense are no finite numbers"}
 
 
 def test_a_fact_without_a_number_stops_no_attack(tiny_model: Truncated) -> None:

@@ -1,6 +1,7 @@
 """A prompt that stands beside the states is found, verified where it can be, and nothing is found where none stands."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,15 +47,18 @@ def test_wrong_ids_are_not_verified(tiny_model: Truncated) -> None:
     assert not hl.attack(planted_in("facts", observation, other), model, "planted").tokens
 
 
-def test_a_first_token_that_rounding_hides_is_not_verified() -> None:
-    """At a late layer the first state is nearly the same for every token, and bfloat16 does not tell them apart."""
-    model = hl.load_model("builtin", 20)
-    observation, truth = hl.channel("dtype:bfloat16").release(model, "Ask Marie", seed=0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_rounding_hides_are_not_verified(tiny: Callable[..., str], dtype: torch.dtype) -> None:
+    """States are nearly the same for every token, as those of first tokens are at late layers."""
+    model = hl.load_model(tiny("llama"), 0, stream="embed", device="cpu")
+    with torch.no_grad():
+        model.embedding.mul_(0.05).add_(1.0)
+    observation, _ = hl.channel().release(model, PROMPT, seed=0)
+    observation = replace(observation, states=observation.states.to(dtype))
+    right = torch.tensor(PROMPT)
     attack = Planted().fit(observation.info, model)
-    wrong, right = torch.tensor([504, 40]), torch.tensor(truth.tokens)
-    assert len(right) == 2 and not (right == wrong).any()
-    found = attack._verified(observation, [(wrong, "the facts"), (right, "the facts")])
-    assert [flags.tolist() for flags in found] == [[False, False], [False, True]]
+    found = attack._verified(observation, [(right + 1, "the facts"), (right, "the facts")])
+    assert not bool(found[0].any()) and bool(found[1].all()) == (dtype == torch.float32)
 
 
 def test_a_shard_whose_facts_hold_the_whole_prompt_is_read(tiny_model: Truncated) -> None:

@@ -336,9 +336,22 @@ def test_a_cloak_is_of_keys_and_values_and_no_attack_takes_it_for_rows(tiny_mode
     assert observation.states.shape == (len(TOKENS), width) and secret.row_order is None
     assert observation.info.facts == {"secret_map": ["columns", "rows"]}
     for name in registry.names("attacks"):
+        if name == "planted":  # it looks beside the rows too
+            continue
         with pytest.raises(NotApplicableError):
             registry.build("attacks", name).fit(observation.info, model)
     with pytest.raises(InputError, match="heads of even width"):
         release(model, "kv-cloak:heads=7")
     with pytest.raises(InputError, match="use --stream"):
         release(tiny_model("llama", 2), "kv-cloak:heads=2")
+
+
+def test_a_decoy_that_is_a_token_s_state_is_not_verified(tiny_model: LoadModel) -> None:
+    """Rows of other texts match tokens as well; only those in the context of the prompt's others show its tokens."""
+    channel = Channel.parse(["decoys:count=3"])
+    for model in (tiny_model("llama", 0, "embed"), tiny_model("llama", 2)):
+        for prompt in ([72], [72, 101, 108, 108, 111]):
+            observation, truth = channel.release(model, prompt, seed=0)
+            result = VocabMatch(setup="quick").fit(observation.info, model).recover(observation)
+            sure = [token.token for token in result.tokens if token.verified]
+            assert sure == (list(truth.tokens) if len(prompt) > 1 and model.site.layer else [])

@@ -10,6 +10,7 @@ import torch
 
 from hiddenlab.attacks.vocab_match.behind_map import behind_map
 from hiddenlab.attacks.vocab_match.calibration import CANDIDATES, calibrate
+from hiddenlab.attacks.vocab_match.context import confirmed_by_context
 from hiddenlab.attacks.vocab_match.printed import as_printed
 from hiddenlab.attacks.vocab_match.search import speculative
 from hiddenlab.attacks.vocab_match.task import Task
@@ -434,7 +435,9 @@ class VocabMatch(Attack):
                 reason = NO_STATE
             recoveries.append(
                 AttackResult(
-                    mark_chance_matches(task.found, threshold.chance),
+                    confirmed_by_context(
+                        mark_chance_matches(task.found, threshold.chance), task.extra, model
+                    ),
                     cost.evaluated,
                     cost.calls,
                     cost.seconds,

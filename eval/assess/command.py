@@ -318,6 +318,10 @@ def judge(
             "tokens were replaced before these rows were computed, so that verified ones say nothing of the prompt; "
             "name the truth with --truth"
         )
+    utility = cost = dict[str, Any](reason=OF_A_FILE)
+    if (channel := subject.channel) is not None:  # first, since a fault of the defense may show here
+        utility = utility_of(model, channel, subject.cases, seed, progress)
+        cost = cost_of(model, channel, subject.cases, seed, progress)
     diary, belief = Kept(recorder, model, cases, rows), Belief(model, replaced)
     attempts = attack_all(rows, model, seed, 60 * minutes, progress, ATTACKS, belief, diary)
     believed = readings_of(model, cases, rows, attempts, belief)
@@ -332,7 +336,7 @@ def judge(
         ended = ended_with_all(attempts, rows[:own])
         able = [one["attack"] for one in undefended if one["leak"]["low"] >= HALF and one["attack"] in ended]
         found = replace(found, able=able)
-    channel, total = subject.channel, sum(reading.tokens for reading in mine)
+    total = sum(reading.tokens for reading in mine)
     read, exact = _secrets(subject, extra), [bool(one.score and one.score.exact) for one in mine]
     findings = {
         "format": FORMAT,
@@ -360,12 +364,8 @@ def judge(
         "oracle": oracle_of(mine, attempts, guessed)._asdict() if subject.truth else None,
         "attacks": [told_of(attempt, mine, subject.truth) for attempt in attempts],
         "undefended": undefended,
-        "utility": {"reason": OF_A_FILE}
-        if channel is None
-        else utility_of(model, channel, subject.cases, seed, progress),
-        "cost": {"reason": OF_A_FILE}
-        if channel is None
-        else cost_of(model, channel, subject.cases, seed, progress),
+        "utility": utility,
+        "cost": cost,
         "readings": [reading.told() for reading in mine],
         "leakiest": leakiest_of(model, mine),
     }

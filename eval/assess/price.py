@@ -1,5 +1,6 @@
 """Measure what a defense costs: the model's own quality, and time and bytes of a release."""
 
+import math
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -38,9 +39,12 @@ def utility_of(
     try:
         changes_rows = any(map(changes_states, channel.defenses))
         passed = model if changes_rows else model.sibling(stream="logits", dtype=name_of(model.dtype))
-        return dict(degradation(passed, channel, texts, seed, progress))
+        figures = degradation(passed, channel, texts, seed, progress)
     except NotApplicableError as error:
         return {"reason": f"not measured: {error}"}
+    if not all(math.isfinite(value) for figure in figures.values() for value in figure.values()):
+        return {"reason": "not measured: what the model says behind the defense are no finite numbers"}
+    return dict(figures)
 
 
 def cost_of(

@@ -126,6 +126,8 @@ class _Answers:
         """Return the log-probabilities of the token after each token of a prompt."""
         observation, truth = channel.release(self.model, prompt, generator(self.seed, "release", number))
         if self.rest is None:
+            if len(observation.states) != len(prompt):
+                raise NotApplicableError("some rows are no token's, and say nothing of what comes next")
             return observation.states.float().log_softmax(-1)
         states = channel.received(observation, truth).to(self.model.dtype)
         if states.shape[1] != self.model.width:
