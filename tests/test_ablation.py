@@ -83,6 +83,7 @@ def test_evidence_left_out_has_no_weight_and_the_others_are_learned_without_it(t
     assert set(EVIDENCE) == {name.replace(" ", "-") for name in FEATURES if name != "language model"}
 
 
+@pytest.mark.slow
 def test_the_search_of_a_beam_without_its_parts(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

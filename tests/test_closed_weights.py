@@ -594,6 +594,7 @@ def test_random_directions_keep_states_apart_as_the_theorem_says(
         schemes(Setting(model=str(spec["model"])), generate=-1)
 
 
+@pytest.mark.slow
 def test_the_pair_with_less_distance_correlation_is_the_readable_one(tmp_path: Path) -> None:
     (table,) = run_experiments(["theorem-j3"], {}, {"draws": 1000}, tmp_path)
     assert [row["keys"]["delta"] for row in table["rows"]] == [0.1, 0.3, 0.6]

@@ -83,7 +83,7 @@ def test_runs_are_those_of_attack_and_are_recorded(run: Run, tmp_path: Path) -> 
     # The line that leads on to a report names what a report can read.
     named = re.search(r"'hiddenlab report out/(\S+)'", result.stderr)
     assert named is not None
-    runs, _ = load(sorted((tmp_path / "out").glob(named[1])))
+    runs, *_ = load(sorted((tmp_path / "out").glob(named[1])))
     assert [list(one.record.spec["defense"]) for one in runs] == stages
     refused = run("compare", "six ab", *defenses("seq-perm"), "--out", "out", code=2)
     assert refused.stderr == "error: out exists and is not an empty directory; name a new one\n"

@@ -18,6 +18,7 @@ FOLDED = (
 )  # fmt: skip
 # Measured by earlier versions: their notes say so.
 EARLIER = ("gap-plans", "activations", "activations-more", "ablation-beam", "ablation-beam-6")
+LONG = ("activations-more",)  # a minute to define its cells
 TABLES = sorted((Path(__file__).parents[1] / "docs/results/tables").glob("*.json"))
 
 
@@ -27,7 +28,11 @@ def loaded(path: Path) -> dict[str, Any]:
 
 def recorded() -> list[Any]:
     commands = {path.stem: loaded(path)["command"] for path in TABLES}
-    return [pytest.param(path, id=path.stem) for path in TABLES if commands[path.stem] != NOT_RECORDED]
+    return [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG))
+        for path in TABLES
+        if commands[path.stem] != NOT_RECORDED
+    ]
 
 
 @pytest.mark.parametrize("path", recorded())

@@ -254,10 +254,11 @@ def test_the_attack_says_where_it_does_not_apply(tiny_model: Truncated) -> None:
         ReplacedTokens(beam=0)
 
 
+@pytest.mark.slow
 def test_no_attack_fails_behind_replaced_tokens(tiny_model: Truncated, small_probes: None) -> None:
     model = tiny_model("llama", 1)
     released = [Channel.parse(["santext:epsilon=1"]).release(model, PROMPT[:5], i)[0] for i in range(2)]
-    attempts = ensemble.attack_all(released, model, 0, 60.0, lambda *_: None, ensemble.ATTACKS)
+    attempts = ensemble.attack_all(released, model, 0, 600.0, lambda *_: None, ensemble.ATTACKS)
     assert {attempt.status for attempt in attempts} <= {
         ensemble.RAN,
         ensemble.NOT_APPLICABLE,

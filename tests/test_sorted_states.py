@@ -110,6 +110,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_probes: None) -
     return tmp_path / "probes"
 
 
+@pytest.mark.slow
 def test_a_probe_of_permuted_columns_scores_beside_them(
     tiny_model: LoadModel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

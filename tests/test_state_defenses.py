@@ -160,7 +160,7 @@ def test_sparsified_states_keep_their_largest_numbers(keep: float, seed: int) ->
     assert bool((states.abs().where(left, math.inf).amin(1) >= states.abs().where(~left, 0).amax(1)).all())
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(count=st.integers(1, 5), shuffled=st.booleans(), seed=st.integers(0, 999))
 def test_decoys_stand_among_the_rows_and_the_truth_tells_them(
     tiny_model: LoadModel, count: int, shuffled: bool, seed: int
@@ -246,11 +246,13 @@ def test_what_is_public_of_rows_is_checked(tiny_model: LoadModel) -> None:
 @pytest.mark.parametrize(
     "specs",
     [
-        ("round:int4",), ("round:int4,stochastic=true",), ("truncated-svd:rank=4",), ("truncated-svd:share=0.4",),
+        *(pytest.param((spec,), marks=pytest.mark.slow) for spec in ("round:int4", "round:int4,stochastic=true")),
+        ("truncated-svd:rank=4",), ("truncated-svd:share=0.4",),
         ("output-noise:sigma=0.05",), ("decoys:count=4",), ("decoys:count=4", "seq-perm"),
         ("decoys:count=6,kind=gaussian", "seq-perm"), ("row-mixing:shield=3",),
         ("row-mixing:kind=orthogonal,shield=6,energy=10",), ("decoys:count=3", "row-mixing"),
-        ("truncated-svd:rank=4", "seq-perm"), ("sparsify:keep=0.1",), ("sparsify:keep=0.2", "hidden-perm"),
+        pytest.param(("truncated-svd:rank=4", "seq-perm"), marks=pytest.mark.slow), ("sparsify:keep=0.1",),
+        pytest.param(("sparsify:keep=0.2", "hidden-perm"), marks=pytest.mark.slow),
     ],
     ids="+".join,
 )  # fmt: skip

@@ -629,6 +629,7 @@ def test_a_file_may_be_called_anything(files: Files, reference: Words, tmp_path:
     assert len(found["files"]) == 3 and {row["class"] for row in found["files"]} != {"quarantine"}
 
 
+@pytest.mark.slow
 def test_short_honest_files_are_not_condemned_for_one_token(
     files: Files, reference: Words, tmp_path: Path
 ) -> None:
