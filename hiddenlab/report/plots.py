@@ -321,6 +321,10 @@ def _over_figure(
             places, values, errors, beside, label=labels[name], linestyle="", markersize=5, capsize=2, **style(n),
         )  # fmt: skip
     axis.set_xlabel(labels[against])
+    wide = [_value(row, against) or 0.0 for row in rows]
+    if max(wide) > max(1.0, 10 * min(wide)) and min(wide) > 0:  # no shares; so that neighbours stay apart
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
     if axis.get_ylim()[1] <= 1.2:  # shares: room for the names above them
         axis.set_ylim(bottom=0.0, top=1.25)
         axis.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
