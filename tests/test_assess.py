@@ -479,4 +479,7 @@ def test_the_builtin_model_is_read_without_a_defense() -> None:
     config = AttackConfig(layer=6, limit=2, max_tokens=16, defense=("identity",))
     found = assess(config, minutes=20, keep=False).findings
     assert found["status"] == BROKEN and found["exact"]["value"] == 1 and found["secrets"]["read"] == 4
-    assert [one["status"] for one in found["attacks"]] == [RAN, *[DONE_BEFORE] * (len(ensemble.ATTACKS) - 1)]
+    did = {one["attack"]: one["status"] for one in found["attacks"]}
+    reading = ensemble.ATTACKS[1].attack  # the first that applies: no token was replaced
+    assert [name for name, status in did.items() if status == RAN] == [reading]
+    assert set(did.values()) == {RAN, NOT_APPLICABLE, DONE_BEFORE}

@@ -13,7 +13,7 @@ from hiddenlab.config import AttackConfig
 from hiddenlab.eval.assess import command
 from hiddenlab.eval.assess.command import assess, judge
 from hiddenlab.eval.assess.ensemble import ATTACKS
-from hiddenlab.eval.assess.verdict import BROKEN, HELD, INCONCLUSIVE
+from hiddenlab.eval.assess.verdict import BROKEN, HELD, INCONCLUSIVE, LEAKS
 from hiddenlab.job import cases_of
 from hiddenlab.models import load_model
 from hiddenlab.prompts import Prompt
@@ -22,6 +22,11 @@ from tests.planted_faults import HIDERS, OnlyNoise, Zeros, planted_in
 from tests.test_assess import fakes, steps  # noqa: F401  (a fixture, used by every test)
 
 TEXTS = ("The key is under the mat", "Ask Marie about room nine", "Nothing to see here today")
+# Fewer tokens are not told from chance where nothing can be verified.
+LONGER = (
+    "The spare key to the cellar is under the blue mat by the door",
+    "Please ask Marie whether room nine is free on Tuesday afternoon",
+)
 STAGES = {"all-zeros": Zeros, "only-noise": OnlyNoise}
 REAL = ("vocab-match:setup=quick,budget=256", "planted", "vocab-match")
 
@@ -106,7 +111,7 @@ def test_the_ensemble_looks_for_planted_prompts() -> None:
 def test_the_builtin_model_s_prompt_is_found_in_noise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the states is left, so that nothing can be verified: the language model alone knows the text."""
     model = load_model("builtin", 6)
-    cases = cases_of([Prompt(f"p{n}", text, "PROMPT") for n, text in enumerate(TEXTS)], model)
+    cases = cases_of([Prompt(f"p{n}", text, "PROMPT") for n, text in enumerate(LONGER)], model)
     subject = command.Subject(model, command.Channel([]), cases, [], 0, (name,), "builtin")
     rows = [
         planted_in(name, *subject.channel.release(model, command.truth_of(case).tokens), noise=True)  # type: ignore[union-attr]
@@ -114,7 +119,8 @@ def test_the_builtin_model_s_prompt_is_found_in_noise(name: str, monkeypatch: py
     ]
     monkeypatch.setattr(command, "ATTACKS", steps("planted"))
     made = judge(subject, rows, 10.0, Recorder.create(RunRecord(verb="assess", spec={}), keep=False))
-    assert made["status"] == BROKEN and made["exact"]["value"] == 1 and made["verified"] == 0
+    assert made["exact"]["value"] == 1 and made["verified"] == 0, made["sentence"]
+    assert made["status"] in (BROKEN, LEAKS)  # of so few tokens the bound may lie below half
 
 
 @pytest.mark.slow
