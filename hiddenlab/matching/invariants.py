@@ -20,12 +20,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hiddenlab.matching.row_space import RowSpace
 from hiddenlab.secret_maps import Invariant
 
 # A row whose rest beyond the rows before it is shorter than this share of it gives no direction: in such a direction
 # rounding would be compared. At layer 1 a row like the first has no rest at all.
 LEAST_REST = 1e-3
-ROUNDED = 2e-6  # of the largest singular value of mixed rows: smaller ones are rounding
 
 
 class Frame(ABC):
@@ -160,10 +160,9 @@ class Span(Frame):
     @classmethod
     def of(cls, rows: Float[Tensor, "rows d"]) -> "Span":
         rows = rows.double()
-        _, sizes, space = torch.linalg.svd(rows, full_matrices=False)
-        rank = int((sizes > ROUNDED * sizes[0]).sum())
+        space = RowSpace.of(rows, None).basis
         shown = rows.new_tensor([[0.0, 1.0]]).repeat(len(rows), 1)
-        return cls(shown, rows, space[:rank], Basis.none(rows), len(rows) - rank)
+        return cls(shown, rows, space, Basis.none(rows), len(rows) - len(space))
 
     @property
     def count(self) -> int:
