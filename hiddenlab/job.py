@@ -429,8 +429,8 @@ def _check_defense(given: Sequence[str], passed: Sequence[str]) -> None:
     if named != tuple(passed):
         there = " | ".join(passed) or "no defense"
         raise InputError(
-            f"--observation brings its own states, which passed {there} and not {' | '.join(named)}; leave out the "
-            "defense, or name the file of the one that they passed"
+            f"--observation brings its own states, which passed {there} and not {' | '.join(named)}; leave out "
+            "--defense, or name the file of the one that they passed"
         )
 
 
