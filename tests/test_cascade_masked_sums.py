@@ -375,7 +375,7 @@ def test_a_compnode_sees_the_attention_output_alone(tiny: TinyPath, tmp_path: Pa
         model = load_model(path, layer, stream="attn", device="cpu")
         expected = model.encode(torch.tensor(tokens))[list(one.info.positions or ())]
         assert torch.allclose(one.states[:, embed:], expected, atol=1e-4)
-        assert set(one.info.facts) == {"node", "scheme"} | ({"heads", "embed"} if embed else set())
+        assert set(one.info.facts) == {"node", "scheme"} | ({"heads", "own"} if embed else set())
     (first,) = load_site(f"{tmp_path}/seen/CompNode-1.safetensors", 1, "attn")
     model = load_model(path, 1, stream="attn", device="cpu")
     found = PartialSums().fit(first.info, model).recover(first)

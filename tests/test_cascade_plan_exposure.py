@@ -226,7 +226,7 @@ def test_no_verdict_is_weaker_than_the_attack(tiny_model: LoadModel, one: Plan, 
         0, VOCABULARY, (one.tokens,), generator=torch.Generator().manual_seed(seed)
     ).tolist()
     streams = {name: tiny_model("llama", 1, name) for name in "qkv"} | {
-        "embed": tiny_model("llama", 0, "embed")
+        "own": tiny_model("llama", 0, "embed")
     }
     for node, verdict in enumerate(verdicts(one)[: one.alpha]):
         if not one.shards[node]:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiddenlab.attacks.partial_sums import EXPLAINED, PartialSums, _one_of_each
+from hiddenlab.attacks.partial_sums import PartialSums
+from hiddenlab.attacks.partial_sums.first import EXPLAINED, one_of_each
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade import command
@@ -36,7 +37,7 @@ def view(
     tiny_model: LoadModel, architecture: str, tokens: list[int], plan: Plan, node: int, masked: bool = False
 ) -> Observation:
     streams = {name: tiny_model(architecture, 1, name) for name in "qkv"}
-    streams["embed"] = tiny_model(architecture, 0, "embed")
+    streams["own"] = tiny_model(architecture, 0, "embed")
     return node_view(streams, tokens, plan, node, masked)
 
 
@@ -76,7 +77,7 @@ def test_what_is_not_explained_is_not_verified(tiny_model: LoadModel) -> None:
     plan = Plan.clustered(12, 2, alpha=3)
     observation = view(tiny_model, "llama", tokens, plan, 2)
     noise = 0.3 * torch.randn(observation.states.shape, generator=torch.Generator().manual_seed(0))
-    noise[:, : int(observation.info.facts["embed"])] = 0
+    noise[:, : int(observation.info.facts["own"])] = 0
     found = recover(tiny_model, "llama", Observation(observation.states + noise, observation.info))
     assert not any(one.verified for one in found.tokens if one.row < 0)
 
@@ -100,7 +101,7 @@ def test_a_recorded_request_is_read(tiny: TinyPath, tmp_path: Path) -> None:
 def test_what_it_cannot_use(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1, "attn")
     states, _ = Channel.parse([]).release(model, [1, 2, 3], torch.Generator())
-    with pytest.raises(NotApplicableError, match="combined view of layer 1"):
+    with pytest.raises(NotApplicableError, match="combined view of the first layer"):
         PartialSums().fit(states.info, model).recover(states)
     observation = view(tiny_model, "llama", tokens_of(6), Plan.clustered(6, 1, alpha=2), 1)
     facts = {**observation.info.facts, "heads": 5}
@@ -230,13 +231,13 @@ def test_one_of_each_against_all_choices(n: int, c: int, seed: int) -> None:
     truth = torch.randint(0, c, (n,), generator=draw).tolist()
     target = sum(dictionary[i, truth[i]] for i in range(n))
     assert isinstance(target, torch.Tensor)
-    chosen, left = _one_of_each(dictionary, target, seed)
+    chosen, left = one_of_each(dictionary, target, seed)
     assert left < EXPLAINED and chosen == truth
     best = min(
         float((target + 0.1 - sum(dictionary[i, p] for i, p in enumerate(picks))).square().sum())
         for picks in np.ndindex(*[c] * n)
     )
-    _, left = _one_of_each(dictionary, target + 0.1, seed)
+    _, left = one_of_each(dictionary, target + 0.1, seed)
     assert left * float((target + 0.1).square().sum()) >= best - 1e-9
 
 

@@ -123,12 +123,9 @@ def record_partials(
 
 
 def record_merged(seen: Seen, held: Iterable[int], layer: int, output: Float[Tensor, "h rows dv"]) -> None:
-    """Record the attention output, which is all that masked sums show a CompNode.
-
-    At layer 1 it is a part of what attacks read together, see ``joined_answers``.
-    """
-    facts = {} if layer else {"heads": output.shape[0]}
-    seen.add("attn", layer + 1, tuple(held), output.float().transpose(0, 1).flatten(1), **facts)
+    """Record the attention output, which is all that masked sums show a CompNode; see ``joined_answers``."""
+    rows = output.float().transpose(0, 1).flatten(1)
+    seen.add("attn", layer + 1, tuple(held), rows, heads=output.shape[0])
 
 
 @contextmanager
@@ -172,30 +169,31 @@ def joined_answers(observations: Sequence[Observation]) -> list[Observation]:
     """Join the partial outputs that a CompNode received, one observation for each layer.
 
     A row holds m, e and u of all heads for each key shard, side by side (m the logsumexp and e 1 where answers were
-    compressed). At layer 1 the row's embedding stands before them: this is what attacks read. The facts describe the
-    columns: ``heads``, ``shards``, the positions of each key shard, and at layer 1 ``embed``, the embedding's width.
-    Where sums are masked a row of layer 1 holds its embedding and the attention output, and there are no ``shards``.
+    compressed). At the first layer that nodes compute, the state that enters it stands before them: this is what
+    attacks read. The facts describe the columns: ``heads``, ``shards``, the positions of each key shard, and at that
+    layer ``own``, the state's width. Where sums are masked a row holds the attention output, and there are no
+    ``shards``; at later layers it is a stream like any other, without ``heads``.
     """
-    own = next((o for o in observations if o.info.site == Site(0, "embed")), None)
     groups: dict[int, list[Observation]] = {}
     for one in observations:
         if parts_of_attention(one.info):
             groups.setdefault(one.info.site.layer, []).append(one)
-    joined = []
+    first, joined = min(groups, default=0), []
+    enters = Site(first - 1, "resid" if first > 1 else "embed")
+    own = next((o for o in observations if o.info.site == enters), None)
     for layer, answers in groups.items():
         positions = tuple(sorted({p for answer in answers for p in answer.info.positions or ()}))
-        facts = {
-            "node": answers[0].info.facts["node"],
-            "scheme": "cascade",
-            "heads": answers[0].info.facts["heads"],
-        }
+        facts = {"node": answers[0].info.facts["node"], "scheme": "cascade"}
         columns = [answer.states.float() for answer in answers]
-        if all("keys" in answer.info.facts for answer in answers):
+        masked = not all("keys" in answer.info.facts for answer in answers)
+        if not masked:
             facts["shards"] = [list(answer.info.facts["keys"]) for answer in answers]
             columns = [_with_totals(answer, positions) for answer in answers]
-        if layer == 1 and own is not None and own.info.positions == positions:
+        if layer == first or not masked:
+            facts["heads"] = answers[0].info.facts["heads"]
+        if layer == first and own is not None and own.info.positions == positions:
             columns.insert(0, own.states.float())
-            facts["embed"] = own.states.shape[1]
+            facts["own"] = own.states.shape[1]
         info = replace(answers[0].info, positions=positions, facts=facts)
         joined.append(Observation(torch.cat(columns, 1), info))
     return joined
@@ -252,8 +250,8 @@ def save_seen(
 ) -> dict[str, dict[str, Any]]:
     """Write what nodes saw, one file for each node, with an observation for each stream and layer.
 
-    CompNodes have ``embed``, ``resid`` and ``attn`` (see ``joined_answers``; behind layer 1 the attention output alone
-    where sums are masked), AttnNodes ``q``, ``k`` and ``v``, and at their first two layers also ``qkv`` or ``kv`` (see
+    CompNodes have ``embed``, ``resid`` and ``attn`` (see ``joined_answers``; behind the nodes' first layer the
+    attention output alone where sums are masked), AttnNodes ``q``, ``k`` and ``v``, and at their first two layers also ``qkv`` or ``kv`` (see
     ``joined_sent``), what attacks read. ``load_site`` takes one of them from a file.
 
     Args:

@@ -20,16 +20,26 @@ from hiddenlab.types import Observation, ObservationInfo, Progress, Site, silent
 STREAMS = ("q", "k", "v")
 
 
+def node_streams(model: str, first: int, device: str) -> dict[str, TruncatedModel]:
+    """Load the streams that ``node_view`` needs.
+
+    Args:
+        first: how many layers the client computes before the nodes.
+    """
+    streams = {name: load_model(model, first + 1, stream=name, device=device) for name in STREAMS}
+    return streams | {"own": load_model(model, first, stream="resid" if first else "embed", device=device)}
+
+
 def node_view(
     streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan, node: int, masked: bool = False
 ) -> Observation:
-    """Compute what a CompNode holds and receives in the first layer, as an observation.
+    """Compute what a CompNode holds and receives in the first layer that nodes compute, as an observation.
 
     The rows are those of ``node_views.joined_answers``. They are computed with the AttnNodes' own function on the
     model's queries, keys and values, so that no cluster is started for each prompt.
 
     Args:
-        streams: truncated models of ``q``, ``k``, ``v`` at layer 1 and of ``embed``, by stream.
+        streams: truncated models of ``q``, ``k``, ``v`` at that layer, and of the states that enter it (``own``).
         tokens: of the prompt.
         plan: of the prompt.
         node: index of the CompNode.
@@ -42,8 +52,8 @@ def node_view(
     heads = int(streams["q"].module.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
     width = q.shape[1] // heads
     q, k, v = (rows.unflatten(1, (-1, width)).transpose(0, 1) for rows in (q, k, v))
-    columns = [streams["embed"].encode(prompt)[held]]
-    facts: dict[str, Any] = {"heads": heads, "embed": columns[0].shape[1]}
+    columns = [streams["own"].encode(prompt)[held]]
+    facts: dict[str, Any] = {"heads": heads, "own": columns[0].shape[1]}
     splits = [list(split) for split in plan.splits]
     for keys in [list(range(len(tokens)))] if masked else splits:
         part = attention_pass(q[:, held], k[:, keys], v[:, keys], attention.visible(held, keys), attention)
@@ -51,9 +61,9 @@ def node_view(
         statistics = [] if masked else [part.maximum.T, part.total.T]
         columns += [*statistics, part.output.transpose(0, 1).flatten(1)]
     lowest = torch.finfo(columns[0].dtype).min  # rows that see no key
-    embed = streams["embed"]
+    own = streams["own"]
     info = ObservationInfo(
-        embed.ref.name, embed.signature, Site(1, "attn"), positions=tuple(held),
+        own.ref.name, own.signature, Site(streams["k"].site.layer, "attn"), positions=tuple(held),
         facts=facts if masked else {**facts, "shards": splits},
     )  # fmt: skip
     return Observation(torch.cat(columns, 1).clamp(min=lowest), info)
@@ -70,15 +80,16 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
     Prompts shorter than ``max_tokens`` are left out.
 
     Args:
-        spec: model, prompts, limit, max_tokens, alpha, c, m, node, seed, device; masked, where sums are masked.
+        spec: model, prompts, limit, max_tokens, alpha, c, m, node, seed, device; masked, where sums are masked; first,
+            how many layers the client computes before, where he computes some.
 
     Raises:
         InputError: no prompt is long enough, or the node misses no token before its last row.
     """
-    model, length = spec["model"], spec["max_tokens"]
-    streams = {name: load_model(model, 1, stream=name, device=spec["device"]) for name in STREAMS}
-    streams["embed"] = load_model(model, 0, stream="embed", device=spec["device"])
-    truncated = load_model(model, 1, stream="attn", device=spec["device"])
+    model, length, device = spec["model"], spec["max_tokens"], spec["device"]
+    first = spec.get("first", 0)
+    streams = node_streams(model, first, device)
+    truncated = load_model(model, first + 1, stream="attn", device=device)
     attack = PartialSums()
     prompts = [truncated.tokenize(p, length) for p in load_prompts(spec["prompts"])]
     prompts = [tokens for tokens in prompts if len(tokens) == length][: spec["limit"]]
@@ -112,12 +123,13 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
                 sum(hit for hit, _ in hits),
                 sum(sure for _, sure in hits),
                 sum(sure and not hit for hit, sure in hits),
+                sum(right.get(p, (False, False))[0] for p in held),
                 result.seconds,
             )
         )
         progress("prompts", i + 1, len(prompts))
     columns = [[float(x) for x in column] for column in zip(*rows, strict=True)]
-    exact, accuracy, rouge_l, bleu, verified, hits_, sure, wrong, seconds = columns
+    exact, accuracy, rouge_l, bleu, verified, hits_, sure, wrong, own, seconds = columns
     total = [float(len(missing))] * len(rows)
     return as_figures(
         {
@@ -126,6 +138,7 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
             "rouge_l": mean(rouge_l),
             "bleu": mean(bleu),
             "verified": ratio(verified, [float(length)] * len(rows)),
+            "held_token_accuracy": ratio(own, [float(len(held))] * len(rows)),
             "missing_exact": share([hit == len(missing) for hit in hits_]),
             "missing_token_accuracy": ratio(hits_, total),
             "missing_verified": ratio(sure, total),

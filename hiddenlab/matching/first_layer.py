@@ -1,5 +1,6 @@
 """Compute the first layer's queries, keys and values, which depend on one token and its position alone."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -13,7 +14,47 @@ from hiddenlab.models.attention import Attention
 TABLES = 2**30  # bytes of vocabulary tables that are held, each for keys and values; at least one table
 
 
-class FirstLayer:
+class AttentionHeads(ABC):
+    """How a layer's query heads score keys, and share key/value heads."""
+
+    heads: int
+
+    @property
+    @abstractmethod
+    def groups(self) -> int:
+        """Query heads of one key/value head."""
+
+    @property
+    @abstractmethod
+    def value_width(self) -> int:
+        """Numbers of a value vector of one head."""
+
+    @property
+    @abstractmethod
+    def attention(self) -> Attention:
+        """How the layer attends."""
+
+    @abstractmethod
+    def counters(self) -> tuple[int, int]:
+        """Return the positions and passes run so far."""
+
+    def scored(self, queries: Float[Tensor, "h r d"], keys: Float[Tensor, "c w"]) -> Float[Tensor, "h r c"]:
+        """Return the attention scores before softmax, for queries of every head and tokens with these keys."""
+        scores = torch.einsum("hrd,chd->hrc", queries, self.spread(keys)) * self.attention.scaling
+        if (cap := self.attention.softcap) is not None:
+            scores = torch.tanh(scores / cap) * cap
+        return scores
+
+    def by_head(self, rows: Float[Tensor, "r w"]) -> Float[Tensor, "h r d"]:
+        """Return rows of queries, head by head."""
+        return rows.unflatten(1, (self.heads, -1)).transpose(0, 1)
+
+    def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "c h d"]:
+        """Return value vectors for every query head; query heads of one key/value head share them."""
+        return values.unflatten(1, (self.heads // self.groups, -1)).repeat_interleave(self.groups, 1)
+
+
+class FirstLayer(AttentionHeads):
     """Queries, keys and values of the first layer, of any token at any position.
 
     They are computed through the model's streams, so this works for any architecture.
@@ -32,7 +73,6 @@ class FirstLayer:
         self.heads = int(model.module.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
 
     def counters(self) -> tuple[int, int]:
-        """Return the positions and passes run so far."""
         models = (self.q, self.k, self.v, self.embed)
         return sum(s.evaluated_tokens for s in models), sum(s.forward_calls for s in models)
 
@@ -85,17 +125,10 @@ class FirstLayer:
         """Whether scores depend only on the distance between key and query (rotary positions)."""
         ids = torch.arange(min(4, self.k.vocab_size), device=self.k.device)
         first, second = (
-            self.scored(self._by_head(self._at(self.q, ids, place + 3)), self._at(self.k, ids, place))
+            self.scored(self.by_head(self._at(self.q, ids, place + 3)), self._at(self.k, ids, place))
             for place in (0, 7)
         )
         return torch.allclose(first, second, rtol=1e-4, atol=1e-5)
-
-    def scored(self, queries: Float[Tensor, "h r d"], keys: Float[Tensor, "c w"]) -> Float[Tensor, "h r c"]:
-        """Return the attention scores before softmax, for queries of every head and tokens with these keys."""
-        scores = torch.einsum("hrd,chd->hrc", queries, self.spread(keys)) * self.attention.scaling
-        if (cap := self.attention.softcap) is not None:
-            scores = torch.tanh(scores / cap) * cap
-        return scores
 
     def scores(
         self, token: int, position: int, place: int, tokens: Int[Tensor, " c"] | None = None
@@ -116,21 +149,12 @@ class FirstLayer:
             keys = keys if tokens is None else keys[tokens]
         else:
             keys = self.keys(tokens, place)
-        return self.scored(self._by_head(query), keys)[:, 0]
-
-    def _by_head(self, rows: Float[Tensor, "r w"]) -> Float[Tensor, "h r d"]:
-        return rows.unflatten(1, (self.heads, -1)).transpose(0, 1)
+        return self.scored(self.by_head(query), keys)[:, 0]
 
     @cached_property
     def groups(self) -> int:
-        """Query heads of one key/value head."""
         return self.q.width // self.k.width
 
     @property
     def value_width(self) -> int:
-        """Numbers of a value vector of one head."""
         return self.v.width * self.groups // self.heads
-
-    def spread(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "c h d"]:
-        """Return value vectors for every query head; query heads of one key/value head share them."""
-        return values.unflatten(1, (self.heads // self.groups, -1)).repeat_interleave(self.groups, 1)

@@ -1,0 +1,173 @@
+"""Read a prompt from attention sums behind layers of the client, token after token.
+
+Behind other layers than the first a value vector depends on all tokens before it, so that there is no table of the
+vocabulary. But the tokens before are known, if one goes from the first to the last: a candidate's value vector and key
+follow from running it behind them. The rows of the node's next cluster mix the value vectors of the keys that they see,
+and query heads that share a key/value head mix the same ones. What is left of the sums without the known keys spans the
+space of the unknown value vectors, and only the right token's lies in it. A token of the node itself is told by its own
+row. No paper describes this.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hiddenlab.attacks.partial_sums.first import Found
+from hiddenlab.attacks.partial_sums.sums import Step, View, step_of
+from hiddenlab.matching.inner_layer import InnerLayer
+from hiddenlab.matching.ranking import Continuations, LazyModel
+from hiddenlab.models import Prefix
+from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.types import Progress
+
+# Share of a square that the right token leaves outside; on the built-in model it is up to 1e-4, and a wrong token's
+# from 0.03 on (docs/log/055-sums-behind-the-client.md).
+WITHIN = 1e-3
+ROOM = 8  # directions in which a wrong token must show, over all key/value heads
+WEIGHT = 2.0  # of a standard deviation nearer to the span, beside a nat of the language model's
+CHUNKS = (16, 256, 4096)  # candidates that are run at once, before all others
+TEXT = 16  # tokens of own text behind which the vocabulary's value vectors are tabulated
+
+Test = Callable[[Float[Tensor, "c k"], Float[Tensor, "c v"]], Float[Tensor, " c"]]
+
+
+class Reader:
+    """Reads views of one layer.
+
+    Args:
+        layer: the nodes' first one. speaker: the language model that proposes. budget: tokens tried for one position at
+            most; None is the whole vocabulary. seed: of own text. progress: called with each position.
+    """
+
+    def __init__(
+        self, layer: InnerLayer, speaker: LazyModel, budget: int | None, seed: int, progress: Progress
+    ) -> None:
+        self.layer, self.speaker, self.budget, self.seed = layer, speaker, budget, seed
+        self.progress = progress
+
+    @cached_property
+    def table(self) -> tuple[Float[Tensor, "v k"], Float[Tensor, "v w"]]:
+        """Keys and values of the whole vocabulary behind a few tokens of own text: nearly those behind any others."""
+        model = self.layer.model
+        prefix = model.prefix()
+        prefix.extend(Corpus(model, self.seed).text_window(TEXT).to(model.device))
+        return self.layer.branch(prefix, torch.arange(model.vocab_size, device=model.device))
+
+    def read(self, view: View) -> Found:
+        """Read all tokens up to the node's last row, or up to the first that no candidate explains."""
+        last, prompt = view.positions[-1], _Prompt(view, self)
+        for position in range(last + 1):
+            self.progress("tokens", position, last + 1)
+            prompt.go_on(position)
+            if prompt.found.stopped:
+                break
+        return prompt.found
+
+
+@dataclass
+class _Prompt:
+    """One prompt, of which the first tokens are known."""
+
+    view: View
+    reader: Reader
+    tokens: list[int] = field(default_factory=list)
+    found: Found = field(default_factory=lambda: Found({}, {}, {}))
+
+    def __post_init__(self) -> None:
+        layer, view = self.reader.layer, self.view
+        self.rows = view.row_of
+        q, k, v = layer.of_rows(view.own, self.rows)
+        self.queries = layer.by_head(q)
+        size = view.positions[-1] + 1
+        self.keys, self.values = k.new_zeros(size, k.shape[1]), v.new_zeros(size, v.shape[1])
+        self.keys[view.positions], self.values[view.positions] = k, v
+        self.prefix: Prefix = layer.model.prefix()
+        self.following = Continuations(self.reader.speaker, layer.model.special_ids)
+
+    def go_on(self, position: int) -> None:
+        """Find the token at a position; all before it are known."""
+        test = self._own(position) if position in self.rows else self._other(position)
+        if test is None:
+            self.found.stopped = f"too few rows show the token at position {position}"
+            return
+        for tokens in self._candidates(test):
+            keys, values = self.reader.layer.branch(self.prefix, tokens)
+            left = test(keys, values)
+            best = int(left.argmin())
+            self.found.tried[position] = self.found.tried.get(position, 0) + len(tokens)
+            if float(left[best]) < WITHIN:
+                self.prefix.commit(best)
+                self.tokens.append(int(tokens[best]))
+                if position not in self.rows:
+                    self.keys[position], self.values[position] = keys[best], values[best]
+                self.found.tokens[position] = self.tokens[-1]
+                self.found.left[position] = float(left[best])
+                self.found.verified[position] = True
+                return
+        self.found.stopped = f"no token that was tried explains the sums at position {position}"
+
+    def _candidates(self, test: Test) -> list[Int[Tensor, " c"]]:
+        """Return the vocabulary in chunks, the likeliest tokens first: by the language model, and by the table."""
+        table = test(*self.reader.table)
+        scores = -WEIGHT * (table - table.mean()) / table.std().clamp(min=1e-12)
+        said = self.following.after(self.tokens, [()])
+        if said is not None:
+            scores = scores + said[0].to(scores)
+        order = scores.argsort(descending=True)[: self.reader.budget]
+        sizes = [*CHUNKS, len(order)]
+        starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+        return [
+            order[start : start + size]
+            for start, size in zip(starts, sizes, strict=False)
+            if start < len(order)
+        ]
+
+    def _own(self, position: int) -> Test:
+        """Compare keys and values with those of the node's own row."""
+        key, value = self.keys[position], self.values[position]
+        size = key.square().sum() + value.square().sum()
+        return lambda keys, values: ((keys - key).square().sum(1) + (values - value).square().sum(1)) / size
+
+    def _other(self, position: int) -> Test | None:
+        """Compare value vectors with the span of the sums of the first rows that show the token."""
+        step = self._step(position)
+        if step is None:
+            return None
+        heads = [g for g, room in enumerate(step.room) if room]
+        return lambda keys, values: step.outside(values)[:, heads].mean(1)
+
+    def _step(self, position: int) -> Step | None:
+        """Return the sums of the first rows behind a position that show it, and have room for a wrong token to show."""
+        view, layer = self.view, self.reader.layer
+        index, shard = next((i, keys) for i, keys in enumerate(view.shards) if position in keys)
+        behind = [row for row, place in enumerate(view.positions) if place > position]
+        unknown = [s for s in shard if s >= position and s not in self.rows]
+        rows = list[int]()
+        while len(rows) < len(behind):
+            following = behind[len(rows) :]
+            seen = sum(s <= view.positions[following[0]] for s in unknown)
+            rows += [row for row in following if sum(s <= view.positions[row] for s in unknown) == seen]
+            shown = layer.attention.visible([view.positions[row] for row in rows], unknown).any(0)
+            new = [s for s, seen in zip(unknown, shown.tolist(), strict=True) if seen]
+            if position not in new:
+                continue
+            end = view.positions[rows[-1]]
+            known = [s for s in shard if (s < position or s in self.rows) and s <= end]
+            step = step_of(
+                view,
+                layer,
+                index,
+                rows,
+                self.queries[:, rows],
+                known,
+                self.keys[known],
+                self.values[known],
+                new,
+            )
+            if step is not None and sum(step.room) >= ROOM:
+                return step
+        return None
