@@ -166,4 +166,7 @@ def _check(info: ObservationInfo) -> None:
             "'cascade run --record')"
         )
     if info.channel:
-        raise NotApplicableError(f"this attack reads sums as they are, not behind {' + '.join(info.channel)}")
+        raise NotApplicableError(
+            f"this attack reads sums as they are, not behind {' + '.join(info.channel)}; shard-reading reads rows, with "
+            "--stream resid"
+        )

@@ -8,7 +8,7 @@ space of the unknown value vectors, and only the right token's lies in it. A tok
 row. No paper describes this.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,7 +29,7 @@ from hiddenlab.types import Progress
 WITHIN = 1e-3
 ROOM = 8  # directions in which a wrong token must show, over all key/value heads
 WEIGHT = 2.0  # of a standard deviation nearer to the span, beside a nat of the language model's
-CHUNKS = (16, 256, 4096)  # candidates that are run at once, before all others
+CHUNKS = (16, 64, 512, 4096)  # candidates that are run at once, before all others
 TEXT = 16  # tokens of own text behind which the vocabulary's value vectors are tabulated
 
 Test = Callable[[Float[Tensor, "c k"], Float[Tensor, "c v"]], Float[Tensor, " c"]]
@@ -58,7 +58,7 @@ class Reader:
         return self.layer.branch(prefix, torch.arange(model.vocab_size, device=model.device))
 
     def read(self, view: View) -> Found:
-        """Read all tokens up to the node's last row, or up to the first that no candidate explains."""
+        """Read the tokens up to the node's last row, or up to the first that too few rows show or none explains."""
         last, prompt = view.positions[-1], _Prompt(view, self)
         for position in range(last + 1):
             self.progress("tokens", position, last + 1)
@@ -94,7 +94,8 @@ class _Prompt:
         if test is None:
             self.found.stopped = f"too few rows show the token at position {position}"
             return
-        for tokens in self._candidates(test):
+        order = self._likeliest(test)[: self.reader.budget]
+        for tokens in _chunks(order):
             keys, values = self.reader.layer.branch(self.prefix, tokens)
             left = test(keys, values)
             best = int(left.argmin())
@@ -110,21 +111,12 @@ class _Prompt:
                 return
         self.found.stopped = f"no token that was tried explains the sums at position {position}"
 
-    def _candidates(self, test: Test) -> list[Int[Tensor, " c"]]:
-        """Return the vocabulary in chunks, the likeliest tokens first: by the language model, and by the table."""
-        table = test(*self.reader.table)
-        scores = -WEIGHT * (table - table.mean()) / table.std().clamp(min=1e-12)
+    def _likeliest(self, test: Test) -> Int[Tensor, " v"]:
+        """Return the vocabulary, the likeliest tokens first, by the language model and by a test of the table."""
+        left = test(*self.reader.table)
+        scores = WEIGHT * (left.mean() - left) / left.std().clamp(min=1e-12)
         said = self.following.after(self.tokens, [()])
-        if said is not None:
-            scores = scores + said[0].to(scores)
-        order = scores.argsort(descending=True)[: self.reader.budget]
-        sizes = [*CHUNKS, len(order)]
-        starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-        return [
-            order[start : start + size]
-            for start, size in zip(starts, sizes, strict=False)
-            if start < len(order)
-        ]
+        return (scores if said is None else scores + said[0].to(scores)).argsort(descending=True)
 
     def _own(self, position: int) -> Test:
         """Compare keys and values with those of the node's own row."""
@@ -171,3 +163,12 @@ class _Prompt:
             if step is not None and sum(step.room) >= ROOM:
                 return step
         return None
+
+
+def _chunks(order: Int[Tensor, " c"]) -> Iterator[Int[Tensor, " some"]]:
+    """Yield the first tokens in growing chunks, and then all others."""
+    start = 0
+    for size in (*CHUNKS, len(order)):
+        if start < len(order):
+            yield order[start : start + size]
+        start += size

@@ -150,10 +150,10 @@ class Step:
         """
         parts, shares = values.unflatten(1, (len(self.spans), -1)).double(), list[Tensor]()
         for part, (known, basis) in zip(parts.unbind(1), self.spans, strict=True):
-            rest = part - part @ known.T @ known
-            size = rest.square().sum(1)
-            beyond = (size - (rest @ basis.T).square().sum(1)).clamp(min=0) / size.clamp(min=1e-30)
-            shares.append(torch.where(size > KNOWN * part.square().sum(1), beyond, 0.0))
+            whole = part.square().sum(1)
+            size = whole - (part @ known.T).square().sum(1)
+            beyond = (size - (part @ basis.T).square().sum(1)).clamp(min=0) / size.clamp(min=1e-30)
+            shares.append(torch.where(size > KNOWN * whole, beyond, 0.0))
         return torch.stack(shares, 1)
 
 

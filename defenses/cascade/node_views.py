@@ -251,8 +251,8 @@ def save_seen(
     """Write what nodes saw, one file for each node, with an observation for each stream and layer.
 
     CompNodes have ``embed``, ``resid`` and ``attn`` (see ``joined_answers``; behind the nodes' first layer the
-    attention output alone where sums are masked), AttnNodes ``q``, ``k`` and ``v``, and at their first two layers also ``qkv`` or ``kv`` (see
-    ``joined_sent``), what attacks read. ``load_site`` takes one of them from a file.
+    attention output alone where sums are masked), AttnNodes ``q``, ``k`` and ``v``, and at their first two layers also
+    ``qkv`` or ``kv`` (see ``joined_sent``), what attacks read. ``load_site`` takes one of them from a file.
 
     Args:
         seen: what nodes saw.

@@ -16,7 +16,7 @@ VARIANTS = (
     "none,secret-maps,masked-sums,client:first=1,last=1,client:first=2,last=2,client:first=4,last=4,"
     "client:first=8,last=8,client:first=4,last=4|noise:sigma=0.03,client:first=4,last=4|secret-maps|masked-sums,shares"
 )
-COST, LEAK, SHARED = "cost", "leak", "shared"  # parts of a row
+COST, LEAK, ROWS, SHARED = "cost", "leak", "rows", "shared"  # parts of a row
 ON_CRYPTEN = "CrypTen"  # begins the key of the row of plain secret sharing
 MPC_SECONDS = 1800.0  # for one prompt at most
 
@@ -42,14 +42,16 @@ def hardening(
     cost = {**options, "alpha": alpha, "c": c, "hardenings": hardenings, "repeats": repeats}
     cells.append(Cell("hardened-cost", cost, {"part": COST}))
     for spec, hard in zip(specs, map(Hardening.parse, hardenings), strict=True):
-        keys = {"hardening": spec, "part": LEAK}
+        noise = 0.0 if hard.noise is None else hard.noise.sigma
         if hard.client is not None:
-            noise = 0.0 if hard.noise is None else hard.noise.sigma
             leak = {"nodes": [node], "noise": noise, "first": hard.client.first, "last": hard.client.last}
-            cells.append(Cell("node-reading", {**options, "alpha": alpha, "c": c, **leak}, keys))
-        elif hard.shares is None:
-            masked = hard.masked_sums is not None
-            cells.append(sums_cell(replace(setting, limit=options["limit"]), keys, alpha, c, 1, node, masked))
+            rows = {**options, "alpha": alpha, "c": c, **leak}
+            cells.append(Cell("node-reading", rows, {"hardening": spec, "part": ROWS}))
+        if hard.shares is None and not noise:
+            keys, masked = {"hardening": spec, "part": LEAK}, hard.masked_sums is not None
+            first = 0 if hard.client is None else hard.client.first
+            limited = replace(setting, limit=options["limit"])
+            cells.append(sums_cell(limited, keys, alpha, c, 1, node, masked, first))
     layers = int(load_config(resolve_model(setting.model)).num_hidden_layers)
     shared = {name: options[name] for name in ("model", "seed", "prompts", "max_tokens")} | {
         "limit": 1, "layers": layers - 1, "alpha": alpha, "c": c, "m": 1, "timeout": MPC_SECONDS,
@@ -60,16 +62,19 @@ def hardening(
         "What a hardening of Cascade hides, and what it costs",
         cells,
         {
-            "beyond_control": "others' tokens, beyond the control", "over_plain": "time over plain",
-            "held_token_accuracy": "own tokens", "missing_token_accuracy": "others' tokens",
+            "missing_token_accuracy": "others' tokens", "over_plain": "time over plain",
+            "by_rows": "others' tokens by rows alone, beyond the control", "held_token_accuracy": "own tokens",
             "megabytes": "MB a pass", "rounds_per_layer": "messages a layer", "client_share": "client's share of work",
             "largest_error": "largest error of a logit", "top1_agreement": "same next token",
         },
         [
             f"{_texts(setting, options)} alpha {alpha}, c {c}; the CompNode in the middle of the plan.",
-            "Attacks: partial-sums on a plan as it is, with secret-maps, whose secret CompNodes have, and on the "
-            "attention output that masked sums leave them; shard-reading with layers of the client, beside its "
-            "control. The first verifies what it reads, and has no control: beyond the control is the share itself.",
+            "Others' tokens are those before the node's last row that it does not hold, and the attack is "
+            "partial-sums: on sums by key shard, which secret-maps leave as they are for CompNodes, who have the "
+            "secret; or on the attention output that masked sums leave. It verifies what it reads, so that no control "
+            "is subtracted. It does not read behind noise.",
+            "By rows alone: shard-reading on the rows of the nodes' first and last layer, beside its control, which is "
+            "what a language model guesses from the tokens that the node is meant to hold.",
             "On shares a node gets random numbers, by construction; nothing is measured, and 0 stands there. "
             "Both nodes together read everything.",
             f"Cost: one prompt, nodes of one process over TCP, {repeats} passes of all hardenings and the plain model "
@@ -88,12 +93,18 @@ def _both(specs: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make one row for each hardening, of what it hides and what it costs."""
     cost, result = next(row for row in rows if row["keys"].get("part") == COST), []
     for i, spec in enumerate(specs):
-        leaks = [row for row in rows if row["keys"] == {"hardening": spec, "part": LEAK}]
-        read = {name: figure for row in leaks for name, figure in row["figures"].items()}
-        if "missing_token_accuracy" in read and "control_token_accuracy" not in read:
-            read["beyond_control"] = read["missing_token_accuracy"]
+        leaks = [row for row in rows if row["keys"] in ({"hardening": spec, "part": p} for p in (ROWS, LEAK))]
+        read = dict[str, Any]()
+        for row in leaks:
+            figures = row["figures"]
+            if row["keys"]["part"] == ROWS:
+                figures = {
+                    {"beyond_control": "by_rows", "missing_token_accuracy": ""}.get(name, name): figure
+                    for name, figure in figures.items()
+                }
+            read |= {name: figure for name, figure in figures.items() if name}
         if Hardening.parse(None if spec == "none" else spec).shares is not None:
-            read["beyond_control"] = _NOTHING
+            read["missing_token_accuracy"] = _NOTHING
         spent = {
             name.rpartition(" ")[0]: figure
             for name, figure in cost["figures"].items()
@@ -112,7 +123,7 @@ def _both(specs: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in (one for one in rows if one["keys"].get("part") == SHARED):
         figures = dict(row["figures"])
         if figures:
-            figures |= {"beyond_control": _NOTHING, "largest_error": figures["largest_logit_error"]}
+            figures |= {"missing_token_accuracy": _NOTHING, "largest_error": figures["largest_logit_error"]}
         result.append({**row, "keys": {"hardening": row["keys"]["hardening"]}, "figures": figures})
     return result
 

@@ -10,6 +10,7 @@ from hiddenlab.eval.cells import OTHER_MODEL, Cell, Experiment, Setting, attack_
 from hiddenlab.eval.tables import paper
 from hiddenlab.job import build_attack
 from hiddenlab.sharding import AttnNode, Plan
+from hiddenlab.text import count_of
 
 SHARDED = {
     "rouge_l": "ROUGE-L", "bleu": "BLEU", "missing_token_accuracy": "tokens that no row shows",
@@ -144,21 +145,22 @@ def _small_plans(grid: str) -> list[tuple[int, int]]:
     return pairs
 
 
-def partial_sums(setting: Setting, masked: bool = False) -> Experiment:
-    """Measure how many of other nodes' tokens a CompNode reads from first-layer attention (Theorem 7.3, P.2).
+def partial_sums(setting: Setting, masked: bool = False, first: int = 0) -> Experiment:
+    """Measure how many of other nodes' tokens a CompNode reads from the attention of its first layer (Theorem 7.3, P.2).
 
     Args:
         masked: what masked sums leave a CompNode, the attention output, in place of sums by key shard.
+        first: how many layers the client computes before; 0 for none.
     """
     tokens, plans = shard_tokens(setting), ((4, 4, 1), (8, 8, 1), (8, 8, 4), (12, 8, 8))
     if masked:
         plans = ((2, 8, 1), (4, 2, 1), (4, 8, 1), (8, 1, 1))
-    cells = []
+    cells, layer = [], first + 1
     for alpha, c, m in plans:
         keys = {"alpha": alpha, "c": c, "m": m, "node": f"CompNode {alpha - 1}"}
-        cells.append(sums_cell(setting, keys, alpha, c, m, alpha - 1, masked))
+        cells.append(sums_cell(setting, keys, alpha, c, m, alpha - 1, masked, first))
     what, rule = (
-        "m, e and u of the first layer tell",
+        f"m, e and u of layer {layer} tell",
         (
             "The paper argues that finding them is a subset-sum problem, intractable for c of 8 or more (appendix P.2, "
             "assumption B2); it recommends alpha, c of 8 and m of 4."
@@ -166,7 +168,7 @@ def partial_sums(setting: Setting, masked: bool = False) -> Experiment:
     )
     if masked:
         what, rule = (
-            "the attention output of the first layer tells",
+            f"the attention output of layer {layer} tells",
             (
                 "Masked sums leave a CompNode this output alone; the paper has no such defense. The attack needs at "
                 "least as many rows behind a gap, times query heads of a key/value head, as the gap has tokens."
@@ -187,22 +189,35 @@ def partial_sums(setting: Setting, masked: bool = False) -> Experiment:
             f"{f'Model {setting.model}. ' if masked else ''}Prompts of {tokens} tokens. Every column is of the tokens "
             "that other nodes hold before the node's last row; what stands behind that row does not reach it.",
             rule,
+            *(
+                [f"The client computes {count_of(first, 'layer')} before; tokens are read one after another."]
+                if first
+                else []
+            ),
             "Rows are what AttnNodes answer, computed with their own function; float32 on the wire.",
         ],
     )
 
 
 def sums_cell(
-    setting: Setting, keys: dict[str, Any], alpha: int, c: int, m: int, node: int, masked: bool = False
+    setting: Setting,
+    keys: dict[str, Any],
+    alpha: int,
+    c: int,
+    m: int,
+    node: int,
+    masked: bool = False,
+    first: int = 0,
 ) -> Cell:
-    """Make the cell of what a CompNode reads of the others' tokens in m, e and u of the first layer.
+    """Make the cell of what a CompNode reads of the others' tokens in m, e and u of the first layer of the nodes.
 
     Args:
-        masked: see ``partial_sums``.
+        masked, first: see ``partial_sums``.
     """
     source = {**setting.source(), "max_tokens": shard_tokens(setting)}
     spec = {**setting.where(), **source, "alpha": alpha, "c": c, "m": m, "node": node}
-    return Cell("partial-sums", spec | ({"masked": True} if masked else {}), keys)
+    changed = {name: value for name, value in (("masked", masked), ("first", first)) if value}
+    return Cell("partial-sums", spec | changed, keys)
 
 
 def shard_tokens(setting: Setting) -> int:

@@ -18,6 +18,7 @@ MORE_FIGURES = {
     "missing_exact": "share",
     "control_token_accuracy": "share",
     "beyond_control": "share",
+    "by_rows": "share",
     "missing_verified": "share",
     "missing_wrong_verified": "share",
     "same_generated": "share",
