@@ -149,8 +149,8 @@ def test_nodes_see_no_token_and_no_layer_of_the_client(tiny: TinyPath, tmp_path:
     assert torch.allclose(own.states, states[1][0, list(own.info.positions)], atol=1e-4)
     layers = {o.info.site.layer for o in load_observations(f"{folder}/AttnNode-0-1.safetensors")}
     assert layers == {2, 3}
-    # An AttnNode is sent queries of some tokens and keys of the others: no stream shows all.
-    assert result["worst"]["status"] == NOT_MEASURED and result["attack"] is None
+    assert result["worst"]["node"] == "CompNode 0" and result["worst"]["status"] == NOT_PRIVATE
+    assert "--layer 2 --stream attn --attack partial-sums" in result["attack"]
     both = run(
         "what nodes see of this", Backend(model=path, harden=ENDS), alpha=2, c=2, symmetric=True,
         record=f"{folder}-both",
@@ -159,13 +159,18 @@ def test_nodes_see_no_token_and_no_layer_of_the_client(tiny: TinyPath, tmp_path:
     (name,) = [word for word in both["attack"].split() if word.endswith(".safetensors")]
     rows = [o for o in load_observations(name) if o.info.site == Site(2, "v")]
     assert len(rows[0].states) == len("what nodes see of this")
-    away = run("what nodes see of this", Backend(model=path, harden=ENDS), alpha=3, c=2, record=f"{folder}-3")
+    noisy = "client:first=1,last=1|noise:sigma=0.1"
+    away = run(
+        "what nodes see of this", Backend(model=path, harden=noisy), alpha=3, c=2, record=f"{folder}-3"
+    )
     assert away["worst"]["status"] == NOT_MEASURED and away["attack"] is None
 
 
 def test_the_plan_counts_the_nodes_layers_and_claims_nothing_unmeasured(tiny: TinyPath) -> None:
     path = tiny("llama")
-    without, hardened = (plan(24, alpha=3, c=2, model=path, harden=spec) for spec in (None, ENDS))
+    without, hardened = (
+        plan(24, alpha=3, c=2, model=path, harden=spec) for spec in (None, f"{ENDS}|noise:sigma=0.1")
+    )
     assert hardened["cost"]["bytes_paper"] * 4 == without["cost"]["bytes_paper"] * 2
     assert hardened["cost"]["client_layers"] == 2 and without["cost"]["client_layers"] == 0
     assert {one["status"] for one in hardened["verdicts"]} == {NOT_MEASURED}
@@ -289,7 +294,7 @@ def test_the_plan_says_what_was_measured_behind_secret_maps(tiny: TinyPath) -> N
         assert one["evidence"] == ("self scores" if j == k else None)
         assert ("read" in one["sentence"]) == (j == k)
     assert any("secret-coordinates" in line for line in mapped["evidence"])
-    assert {one["status"] for one in both["verdicts"]} == {NOT_MEASURED} and both["evidence"] == []
+    assert {one["status"] for one in both["verdicts"][3:]} == {NOT_MEASURED}
     assert bare["cost"] == mapped["cost"]
 
 
@@ -317,10 +322,13 @@ def test_a_recorded_run_names_the_attack_on_secret_maps(tiny: TinyPath, tmp_path
 def test_a_node_with_all_rows_up_to_its_last_is_not_private_behind_the_clients_layers(tiny: TinyPath) -> None:
     result = plan(6, shards="0,1,2;3,4,5", model=tiny("llama"), harden=ENDS)
     status = {one["node"]: one["status"] for one in result["verdicts"]}
-    assert [status[f"CompNode {i}"] for i in range(2)] == [NOT_PRIVATE, NOT_MEASURED]
+    assert [status[f"CompNode {i}"] for i in range(2)] == [NOT_PRIVATE, NOT_PRIVATE]
     assert status["AttnNode (0, 0)"] == NOT_PRIVATE
     assert status["AttnNode (0, 1)"] == status["AttnNode (1, 1)"] == NOT_MEASURED
-    assert result["evidence"] == []  # values at layers 1 and 2 are not what these nodes get
+    # Values at layers 1 and 2 are not what these nodes get.
+    assert [line.partition(":")[0] for line in result["evidence"]] == [
+        "partial sums behind the client's layers"
+    ]
     (sent,) = [one["sentence"] for one in result["verdicts"] if one["node"] == "AttnNode (1, 1)"]
     assert "gets q, k or v of 3 of 6 tokens" in sent
 

@@ -5,15 +5,20 @@ import shlex
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hiddenlab.cli import app
 from hiddenlab.cli.cascade import _what_nodes_read
+from hiddenlab.defenses.cascade import hiding as module
 from hiddenlab.defenses.cascade.exposure import (
     NOT_MEASURED,
     NOT_PRIVATE,
     OWN,
+    attack_on,
     evidence_lines,
+    in_order,
     summary,
     verdicts,
 )
@@ -43,16 +48,15 @@ def test_figures_are_those_of_the_stored_table() -> None:
     assert known.keys() == {
         name
         for name, figures in rows.items()
-        if name != "none" and not name.startswith(ON_CRYPTEN) and "beyond_control" in figures
+        if name != "none" and not name.startswith(ON_CRYPTEN) and "missing_token_accuracy" in figures
     }
     for name, one in known.items():
         figures = rows[name]
-        beyond = figures["beyond_control"]
-        assert one.others == round(beyond["value"], 4) and one.at_most == round(beyond.get("high", 0), 4)
-        assert one.prompts == beyond["n"]
-        assert one.own == round(
-            figures.get("held_token_accuracy", {"value": 0 if not one.prompts else 1})["value"], 4
-        )
+        others = figures["missing_token_accuracy"]
+        assert one.others == round(others["value"], 4) and one.at_most == round(others["high"], 4)
+        assert one.prompts == others["n"]
+        own = figures["held_token_accuracy"]["value"] if one.prompts else 0.0
+        assert one.own == round(own, 4)
         assert one.over_plain == round(figures["over_plain"]["value"], 2)
         assert one.client_share == round(figures["client_share"]["value"], 3)
         assert Hardening.parse(name)
@@ -71,22 +75,26 @@ def test_the_cheapest_comes_first_and_whole_intervals_count() -> None:
             hiding(wrong)
 
 
-@pytest.mark.parametrize("share", [0.01, 0.02, 0.05])
+@pytest.mark.parametrize("share", [0.01, 0.05, 1.0])
 def test_no_hardening_is_named_that_its_own_plan_calls_not_private(share: float) -> None:
-    plain = [one for one in hiding(share) if one.harden.startswith("client") and "|" not in one.harden]
-    for one in plain:
-        plan = Plan.clustered(96, one.c, alpha=one.alpha)
-        statuses = {found.status for found in verdicts(plan, hardening=Hardening.parse(one.harden))}
-        assert NOT_PRIVATE not in statuses, one.harden
-    assert plain or share < 0.03
+    for one in hiding(share):
+        if Hardening.parse(one.harden).shares is None:
+            plan = Plan.clustered(96, one.c, alpha=one.alpha)
+            statuses = {found.status for found in verdicts(plan, hardening=Hardening.parse(one.harden))}
+            assert NOT_PRIVATE not in statuses, one.harden
+    assert [one.harden for one in hiding(share)] == ["shares"]  # all others were read
 
 
 def test_sentences_name_command_share_and_cost() -> None:
     found = described(0.05)
     assert found["fit"] and found["fit"][0]["harden"] in found["lines"][0]
     assert "hiddenlab eval hardening" in found["lines"][0] and len(found["lines"]) == 1 + len(found["fit"])
-    (none,) = described(1e-9)["lines"] if not hiding(1e-9) else ["none"]
-    assert "none" in none
+
+
+def test_where_nothing_hides_enough_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MEASURED", MEASURED[:1])
+    (none,) = described(0.05)["lines"]
+    assert none.startswith("none of 1 hardening") and "below the cost" in none
 
 
 def test_readings_are_those_of_the_stored_tables() -> None:
@@ -114,27 +122,46 @@ def test_readings_are_those_of_the_stored_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "c", "tokens", "status"),
+    ("spec", "alpha", "c", "tokens", "status", "evidence"),
     [
-        ("client:first=4,last=4", 8, 96, OWN),
-        ("client:first=4,last=4|masked-sums", 8, 60, OWN),
-        ("client:first=1,last=1", 8, 96, NOT_PRIVATE),  # the interval ends above 5 %
-        ("client:first=4,last=4", 1, 96, NOT_PRIVATE),
-        ("client:first=4,last=3", 8, 96, NOT_MEASURED),
-        ("client:first=4,last=4", 4, 96, NOT_MEASURED),
-        ("client:first=4,last=4", 8, 97, NOT_MEASURED),
-        ("client:first=4,last=4|noise:sigma=0.03", 8, 96, NOT_MEASURED),
+        ("client:first=4,last=4", 8, 8, 96, NOT_PRIVATE, "sums behind layers"),
+        ("client:first=7,last=1|secret-maps", 8, 1, 30, NOT_PRIVATE, "sums behind layers"),
+        ("client:first=4,last=4|masked-sums", 4, 8, 96, NOT_PRIVATE, "outputs behind layers"),
+        ("client:first=4,last=4|masked-sums", 8, 8, 96, OWN, None),
+        ("client:first=2,last=1|masked-sums", 8, 8, 96, NOT_MEASURED, None),
+        ("client:first=4,last=4|masked-sums", 8, 8, 97, NOT_MEASURED, None),
+        ("client:first=4,last=4|noise:sigma=0.03", 4, 8, 96, NOT_MEASURED, None),
     ],
 )
-def test_a_plan_that_was_measured_says_what_came_out(spec: str, c: int, tokens: int, status: str) -> None:
-    plan, hardening = Plan.clustered(tokens, c, alpha=4), Hardening.parse(spec)
+def test_a_plan_behind_layers_of_the_client_says_what_was_measured(
+    spec: str, alpha: int, c: int, tokens: int, status: str, evidence: str | None
+) -> None:
+    plan, hardening = Plan.clustered(tokens, c, alpha=alpha), Hardening.parse(spec)
     found = verdicts(plan, hardening=hardening)
-    comp = found[2]
-    assert comp.status == status and comp.not_measured + comp.attacked == plan.shards[2][-1] + 1 - comp.own
+    comp = found[alpha // 2]
+    assert (comp.status, comp.evidence) == (status, evidence)
+    before = plan.shards[alpha // 2][-1] + 1 - comp.own
+    assert comp.others + comp.not_measured + comp.attacked == before
+    assert comp.others == (before if evidence else 0)
     told = any("hiddenlab eval hardened-shards" in line for line in evidence_lines(found, hardening))
-    assert told == (comp.at_most is not None) == (status != NOT_MEASURED)
+    assert told == (status == OWN)
     if told:
-        assert "beyond a guess (at most" in summary(found)[0]
+        assert any("beyond a guess (at most" in line for line in summary(found))
+    if evidence:
+        assert attack_on(plan, comp, hardening.first_layer) == (
+            "partial-sums",
+            hardening.first_layer + 1,
+            "attn",
+        )
+
+
+@given(
+    rows=st.sets(st.integers(0, 20), min_size=1).map(sorted).map(tuple),
+    read=st.sets(st.integers(0, 20)),
+)
+def test_in_order_means_that_all_tokens_before_are_known(rows: tuple[int, ...], read: set[int]) -> None:
+    found = in_order(rows, read)
+    assert set(found) == {p for p in read if all(q in read or q in rows for q in range(p))}
 
 
 @pytest.mark.parametrize("harden", [None, "client:first=4,last=4|masked-sums"])
@@ -163,7 +190,10 @@ def test_plain_secret_sharing_is_a_row_beside_the_hardenings() -> None:
     rows = made.fold([row_of(cell, result) for cell, result in zip(made.cells, results, strict=True)])
     assert [row["keys"]["hardening"] for row in rows] == ["secret-maps", "shares", "CrypTen, 29 of 30 layers"]
     assert all(row["figures"]["over_plain"] == figures and row["status"] == "measured" for row in rows)
-    assert rows[2]["figures"]["beyond_control"]["n"] == 0 and rows[2]["figures"]["largest_error"] == figures
+    assert (
+        rows[2]["figures"]["missing_token_accuracy"]["n"] == 0
+        and rows[2]["figures"]["largest_error"] == figures
+    )
     failed = [
         {**result, "status": "not run", "reason": "no CrypTen", "figures": {}} for result in results[-1:]
     ]

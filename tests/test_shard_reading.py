@@ -229,9 +229,10 @@ def test_each_hardening_stands_with_its_leak_and_its_cost(tiny: TinyPath, tmp_pa
     ]
     assert {row["status"] for row in rows} == {MEASURED}
     none, ends, shares = ({name: one["value"] for name, one in row["figures"].items()} for row in rows)
-    assert none["beyond_control"] == none["missing_token_accuracy"] and none["client_share"] == 0
-    assert "control_token_accuracy" in ends and 0 < shares["client_share"] < ends["client_share"] < 1
-    assert shares["beyond_control"] == 0 and shares["rounds_per_layer"] == 4
+    assert none["missing_token_accuracy"] == 1 and none["client_share"] == 0
+    assert {"by_rows", "control_token_accuracy", "missing_token_accuracy"} <= ends.keys()
+    assert "beyond_control" not in ends and 0 < shares["client_share"] < ends["client_share"] < 1
+    assert shares["missing_token_accuracy"] == 0 and shares["rounds_per_layer"] == 4
     assert max(one["largest_error"] for one in (none, ends, shares)) < 1e-3
     # Bytes are those of the formula.
     counted = plan(24, model=setting.model, harden="shares")["cost"]

@@ -167,6 +167,6 @@ def _check(info: ObservationInfo) -> None:
         )
     if info.channel:
         raise NotApplicableError(
-            f"this attack reads sums as they are, not behind {' + '.join(info.channel)}; shard-reading reads rows, with "
-            "--stream resid"
+            f"this attack reads sums as they are, not behind {' + '.join(info.channel)}; shard-reading reads rows, "
+            "with --stream resid"
         )

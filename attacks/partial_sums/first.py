@@ -125,7 +125,7 @@ def _shortlist(step: Step, layer: FirstLayer, count: int) -> Int[Tensor, "n c"]:
     """
     lists = []
     for position in step.new:
-        outside = step.outside(layer.values(position)).sum(1)
+        outside = step.outside(layer.values(position)).nan_to_num(0.0).sum(1)
         lists.append(outside.topk(min(count, len(outside)), largest=False).indices)
         if not layer.moves:
             return lists[0].expand(len(step.new), -1)

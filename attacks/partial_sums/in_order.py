@@ -130,7 +130,8 @@ class _Prompt:
         if step is None:
             return None
         heads = [g for g, room in enumerate(step.room) if room]
-        return lambda keys, values: step.outside(values)[:, heads].mean(1)
+        # A value vector that is a known one's, as of a prompt of one token again and again, tells nothing.
+        return lambda keys, values: step.outside(values)[:, heads].nan_to_num(1.0).mean(1)
 
     def _step(self, position: int) -> Step | None:
         """Return the sums of the first rows behind a position that show it, and have room for a wrong token to show."""

@@ -135,25 +135,23 @@ class Step:
     def room(self) -> list[int]:
         """For each key/value head, in how many directions a wrong value vector shows.
 
-        0 where mixes do not span as many directions as there are unknown keys: a right one may lie outside too.
+        0 where there are fewer mixes than unknown keys: a right vector lies outside of their span as well.
         """
-        width = self.spanning.shape[2] - 1
-        return [
-            max(0, width - len(known) - len(basis)) if len(basis) == len(self.new) else 0
-            for known, basis in self.spans
-        ]
+        width, mixes = self.spanning.shape[2] - 1, self.spanning.shape[1] * self.layer.groups
+        enough = mixes >= len(self.new)
+        return [max(0, width - len(known) - len(basis)) * enough for known, basis in self.spans]
 
     def outside(self, values: Float[Tensor, "c w"]) -> Float[Tensor, "c kv"]:
         """Return which share of each value vector's square lies outside of the span of the sums, by key/value head.
 
-        It is 0 where nothing is left of a vector beside what is removed.
+        It is no number where nothing is left of a vector beside what is removed, so that nothing can be said of it.
         """
         parts, shares = values.unflatten(1, (len(self.spans), -1)).double(), list[Tensor]()
         for part, (known, basis) in zip(parts.unbind(1), self.spans, strict=True):
             whole = part.square().sum(1)
             size = whole - (part @ known.T).square().sum(1)
             beyond = (size - (part @ basis.T).square().sum(1)).clamp(min=0) / size.clamp(min=1e-30)
-            shares.append(torch.where(size > KNOWN * whole, beyond, 0.0))
+            shares.append(torch.where(size > KNOWN * whole, beyond, torch.nan))
         return torch.stack(shares, 1)
 
 

@@ -61,6 +61,12 @@ EVIDENCE = {
         "partial-sums", "attention outputs at layer 1", 1.0, 5,
         "hiddenlab eval partial-sums --limit 5 --set masked=true",
     ),
+    "sums behind layers": Evidence(
+        "partial-sums", "partial sums behind the client's layers", 1.0, 20, "hiddenlab eval hardening"
+    ),
+    "outputs behind layers": Evidence(
+        "partial-sums", "attention outputs behind the client's layers", 1.0, 20, "hiddenlab eval hardening"
+    ),
     "missing tokens": Evidence(
         "missing-tokens", "gaps between rows at layer 1", 0.936, 20,
         "hiddenlab eval gap-plans --limit 20 --set attacks=missing-tokens --set budget=20000 --set grid=1/8",
@@ -138,8 +144,8 @@ def verdicts(
 
     Args:
         client: CompNodes that the client runs, who knows the prompt.
-        hardening: of the plan. What was measured is of nodes that begin with layer 0, and of rows as they are. Masked
-            sums leave a CompNode its own rows and their attention output to read others' tokens from.
+        hardening: of the plan. Masked sums leave a CompNode its own rows and their attention output to read others'
+            tokens from. Behind layers of the client tokens are read in order, up to the first that nothing shows.
         heads: query heads of a key/value head, and numbers of a value vector, of the model.
 
     Raises:
@@ -147,11 +153,9 @@ def verdicts(
     """
     if wrong := [i for i in client if not 0 <= i < plan.alpha]:
         raise InputError(f"there is no CompNode {wrong[0]}; the plan has 0 to {plan.alpha - 1}")
-    masked = None if hardening.masked_sums is None else heads
-    comps = [_comp(plan, i, i in client, masked) for i in range(plan.alpha)]
+    comps = [_comp(plan, i, i in client, hardening, heads) for i in range(plan.alpha)]
     attns = [_attn(plan, node) for node in plan.attn_nodes]
     if hardening.first_layer:
-        comps = [_unmeasured(one, _gapless(plan.shards[i])) for i, one in enumerate(comps)]
         if (known := reading(plan, hardening)) is not None:
             comps = [_guessed(one, known) for one in comps]
         # One stream must show all rows: what is split over queries and values was not measured.
@@ -213,28 +217,38 @@ def _behind_maps(plan: Plan, verdict: Verdict, first_layer: int) -> Verdict:
     return replace(found, status=NOT_PRIVATE, evidence="self scores")
 
 
-def _comp(plan: Plan, node: int, client: bool, masked: tuple[int, int] | None) -> Verdict:
-    """Return the verdict on a CompNode; with masked sums ``masked`` are the model's ``heads``."""
+def _comp(plan: Plan, node: int, client: bool, hardening: Hardening, heads: tuple[int, int]) -> Verdict:
+    """Return the verdict on a CompNode."""
     rows, name = plan.shards[node], comp_name(node)
     if not rows:
         return Verdict(name, NOTHING, 0, 0, 0, plan.tokens)
     missing = rows[-1] + 1 - len(rows)
-    found = {
-        "partial sums": sums_read(plan, node) if masked is None else [],
-        "attention outputs": [] if masked is None else outputs_read(rows, *masked),
-        "missing tokens": gaps_read(rows),
-    }
-    best = max(found, key=lambda attack: len(found[attack]))
-    others = len(found[best])
+    found = _attacks_on(plan, node, hardening, heads)
+    best = max(found, key=lambda attack: len(found[attack]), default="")
+    others = len(found.get(best, []))
     if client:
         status = CLIENT
-    elif others or len(rows) == plan.tokens:
+    elif others or len(rows) == plan.tokens or (hardening.first_layer and _gapless(rows)):
         status = NOT_PRIVATE
     else:
         status = NOT_MEASURED if missing else OWN
     return Verdict(
         name, status, len(rows), others, missing - others, plan.tokens, best if others else None
     )  # fmt: skip
+
+
+def _attacks_on(plan: Plan, node: int, hardening: Hardening, heads: tuple[int, int]) -> dict[str, list[int]]:
+    """Return the tokens of other nodes that each attack on a CompNode reads, by the key of ``EVIDENCE``."""
+    rows = plan.shards[node]
+    masked = outputs_read(rows, *heads) if hardening.masked_sums is not None else None
+    if hardening.noise is not None:  # values are not exact then, and no attack on sums was written
+        return {}
+    if hardening.first_layer:
+        if masked is not None:
+            return {"outputs behind layers": in_order(rows, masked)}
+        return {"sums behind layers": in_order(rows, sums_read(plan, node))}
+    sums = {"partial sums": sums_read(plan, node)} if masked is None else {"attention outputs": masked}
+    return sums | {"missing tokens": gaps_read(rows)}
 
 
 def _attn(plan: Plan, node: AttnNode) -> Verdict:
@@ -290,6 +304,17 @@ def outputs_read(rows: Positions, per_row: int = PER_ROW, width: int = VALUE_WID
     return read
 
 
+def in_order(rows: Positions, read: Collection[int]) -> list[int]:
+    """Return what can be read of some tokens of others if all tokens before each must be known.
+
+    Args:
+        rows: of the node, whose tokens are read too.
+    """
+    known = {*rows, *read}
+    first = next((p for p in range(max(known, default=-1) + 1) if p not in known), max(known, default=-1) + 1)
+    return sorted(p for p in read if p < first)
+
+
 def gaps_read(rows: Positions) -> list[int]:
     """Return the tokens that a CompNode reads in the gaps of its shard from its states of layer 1, as measured."""
     return _left_to_right(rows, GAP_PER_ROW, MOST_ROWS)
@@ -333,7 +358,9 @@ def attack_on(plan: Plan, verdict: Verdict, first_layer: int = 0) -> tuple[str, 
         if not verdict.comp:
             layer = 1 if verdict.evidence == "self scores" else 2
             return attack, layer, _keys_and_values(plan, verdict)
-        return attack, 1, "attn" if attack == "partial-sums" else "resid"
+        if attack == "partial-sums":
+            return attack, first_layer + 1, "attn"
+        return attack, 1, "resid"
     if verdict.at_most is not None:
         return "shard-reading", first_layer, "resid"
     # Its own tokens: from states, or from whatever an AttnNode is given.

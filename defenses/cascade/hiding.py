@@ -7,6 +7,7 @@ from typing import Any
 from hiddenlab.defenses.cascade.hardening import ClientLayers, Hardening
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
+from hiddenlab.text import count_of
 
 COMMAND = "hiddenlab eval hardening"
 READING = "hiddenlab eval hardened-shards"
@@ -19,8 +20,8 @@ class Measured:
 
     Attributes:
         harden: its spec. alpha, c: of the plan.
-        others, at_most: share of others' tokens that a CompNode reads beyond a control, and the end of its 95 %
-            interval. own: share of its own tokens that it reads.
+        others, at_most: share of others' tokens that a CompNode reads, and the end of its 95 % interval.
+        own: share of its own tokens that it reads.
         over_plain: time over the plain model's. client_share: of the operations of a pass. prompts: how many.
     """
 
@@ -85,11 +86,14 @@ READINGS = (
 
 
 def reading(plan: Plan, hardening: Hardening) -> Reading | None:
-    """Return what was measured of a plan with layers of the client; None where it was not, or noise is added.
+    """Return what was measured of rows behind layers of the client; None where it was not.
 
-    Secret maps and masked sums concern what AttnNodes get and answer: the rows that the attack reads stay the same.
+    It counts where nothing else of others reaches a CompNode: with masked sums and without noise, whose sums and rows
+    were not attacked together. Secret maps concern AttnNodes alone.
     """
-    if hardening.client is None or hardening.noise is not None or plan.tokens > LONGEST:
+    if hardening.client is None or hardening.masked_sums is None:
+        return None
+    if hardening.noise is not None or plan.tokens > LONGEST:
         return None
     return next(
         (
@@ -102,14 +106,13 @@ def reading(plan: Plan, hardening: Hardening) -> Reading | None:
     )
 
 
-def hiding(share: float, known: Sequence[Measured] = MEASURED) -> list[Measured]:
+def hiding(share: float, known: Sequence[Measured] | None = None) -> list[Measured]:
     """Return the hardenings that leave a CompNode less than a share of others' tokens, the cheapest in time first.
 
-    Only those count that take less of the client than computing all himself. Where the reading of the same plan was
-    measured twice, both intervals must stay below, so that no plan is named here that its verdict calls not private.
+    Only those count that take less of the client than computing all himself.
 
     Args:
-        share: of others' tokens beyond the control, which the whole interval must stay below.
+        share: of others' tokens, which the whole interval must stay below. known: default ``MEASURED``.
 
     Raises:
         InputError: the share is not between 0 and 1.
@@ -118,20 +121,10 @@ def hiding(share: float, known: Sequence[Measured] = MEASURED) -> list[Measured]
         raise InputError(
             f"--hide is a share of others' tokens above 0 and up to 1, such as 0.05; not {share:g}"
         )
-    fit = [one for one in known if _most(one) < share and one.client_share < 1]
+    fit = [
+        one for one in (MEASURED if known is None else known) if one.at_most < share and one.client_share < 1
+    ]
     return sorted(fit, key=lambda one: (one.over_plain, one.client_share))
-
-
-def _most(one: Measured) -> float:
-    """Return the highest end of the intervals that were measured of a hardening's plan."""
-    client = one.harden.split("|")[0]
-    same = (
-        found.at_most
-        for found in READINGS
-        if (client, one.alpha, one.c)
-        == (f"client:first={found.first},last={found.last}", found.alpha, found.c)
-    )
-    return max(one.at_most, *same, 0.0)
 
 
 def described(share: float) -> dict[str, Any]:
@@ -141,14 +134,15 @@ def described(share: float) -> dict[str, Any]:
         InputError: see ``hiding``.
     """
     fit = hiding(share)
-    of = f"of {len(MEASURED)} hardenings that were measured on the built-in model ({COMMAND})"
-    less = f"a CompNode less than {share:.1%} of others' tokens beyond a guess"
+    of = f"of {count_of(len(MEASURED), 'hardening')} measured on the built-in model ({COMMAND})"
+    less = f"a CompNode less than {share:.1%} of others' tokens"
     if not fit:
         lines = [f"none {of} leaves {less}, below the cost of computing everything at the client."]
     else:
+        rest = " Choose by the client's work as well:" if len(fit) > 1 else ""
         lines = [
-            f"{len(fit)} {of} leave {less}. The one that takes least time is --harden {fit[0].harden!r}; choose by "
-            "the client's work as well:"
+            f"{len(fit)} {of} {'leave' if len(fit) > 1 else 'leaves'} {less}: in least time --harden "
+            f"{fit[0].harden!r}.{rest}"
         ]
         lines += [_sentence(one) for one in fit]
     return {"share": share, "measured": len(MEASURED), "fit": [asdict(one) for one in fit], "lines": lines}
@@ -160,7 +154,7 @@ def _sentence(one: Measured) -> str:
     )
     if not one.prompts:
         return f"{one.harden}: a node reads nothing, by construction, unless both join what they get; {cost}"
-    others = f"{one.others:.1%} of others' tokens (at most {_most(one):.1%}, {one.prompts} prompts)"
+    others = f"{one.others:.1%} of others' tokens (at most {one.at_most:.1%}, {one.prompts} prompts)"
     worse = "; noise makes answers worse" if "noise" in one.harden else ""
     return (
         f"{one.harden}, --alpha {one.alpha} --c {one.c}: a CompNode reads {others} and {one.own:.0%} of its own; "

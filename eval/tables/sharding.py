@@ -146,7 +146,7 @@ def _small_plans(grid: str) -> list[tuple[int, int]]:
 
 
 def partial_sums(setting: Setting, masked: bool = False, first: int = 0) -> Experiment:
-    """Measure how many of other nodes' tokens a CompNode reads from the attention of its first layer (Theorem 7.3, P.2).
+    """Measure how many of other nodes' tokens a CompNode reads from its first layer's attention (Theorem 7.3, P.2).
 
     Args:
         masked: what masked sums leave a CompNode, the attention output, in place of sums by key shard.
