@@ -7,5 +7,6 @@ from .nearest import NearestEmbedding as NearestEmbedding
 from .partial_sums import PartialSums as PartialSums
 from .planted import Planted as Planted
 from .replaced_tokens import ReplacedTokens as ReplacedTokens
+from .replay import Replay as Replay
 from .sipit import SipIt as SipIt
 from .vocab_match import VocabMatch as VocabMatch

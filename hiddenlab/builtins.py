@@ -15,6 +15,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "beam-decoding": "hiddenlab.attacks.beam_decoding:BeamDecoding",
         "planted": "hiddenlab.attacks.planted:Planted",
         "replaced-tokens": "hiddenlab.attacks.replaced_tokens:ReplacedTokens",
+        "replay": "hiddenlab.attacks.replay:Replay",
     },
     "defenses": {
         "identity": "hiddenlab.defenses.identity:Identity",
@@ -224,7 +225,7 @@ SYNONYMS: dict[str, dict[str, str]] = {  # words that people try, and the names 
         "fingerprint": "fingerprint-inversion", "fingerprints": "fingerprint-inversion", "gap": "missing-tokens",
         "gaps": "missing-tokens", "gradient": "sipit", "infilling": "infill", "inverter": "infill",
         "matching": "vocab-match", "metadata": "planted", "nearest-embedding": "nearest", "side-channel": "planted",
-        "steganography": "planted",
+        "steganography": "planted", "fixed-seed": "replay", "known-plaintext": "replay", "static-key": "replay",
         "sums": "partial-sums",
         "vocabulary": "vocab-match", "vocabulary-matching": "vocab-match",
     },

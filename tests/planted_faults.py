@@ -1,13 +1,16 @@
-"""Defenses with a fault that an assessment must find: the prompt stands somewhere beside the states."""
+"""Defenses with a fault that an assessment must find.
+
+The prompt stands somewhere beside the states, or what should be drawn for each request is the same for all.
+"""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hiddenlab.stages import Stage
-from hiddenlab.types import GroundTruth, Observation
+from hiddenlab.types import GroundTruth, Observation, ObservationInfo
 
 SIGMA = 30.0  # of noise on released rows, in units of their own deviation: nothing of the states is left
 
@@ -67,3 +70,28 @@ class OnlyNoise(Stage):
     def states(self, states: Tensor, generator: torch.Generator) -> Any:
         drawn = torch.randn(states.shape, generator=generator, device=generator.device)
         return drawn.to(states), None, {}
+
+
+class SeedZero(Stage):
+    """Drowns rows in noise of its own generator, which starts from the same seed for every request."""
+
+    spec = "seed-zero"
+
+    def states(self, states: Tensor, generator: torch.Generator) -> Any:
+        return noised(states), None, {}
+
+
+class OneOrder(Stage):
+    """Shuffles rows by an order that is drawn once for each length, and drowns them in noise of seed 0."""
+
+    spec = "one-order"
+    orders: ClassVar[dict[int, Tensor]] = {}
+
+    def states(self, states: Tensor, generator: torch.Generator) -> Any:
+        if len(states) not in self.orders:
+            self.orders[len(states)] = torch.randperm(len(states), generator=generator)
+        order = self.orders[len(states)]
+        return noised(states[order]), tuple(order.tolist()), {}
+
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return replace(info, rows_permuted=True)

@@ -230,6 +230,15 @@ def test_the_verdict_follows_from_bounds_and_from_what_the_attacks_can_do(
     assert EXIT_CODES[status] == {BROKEN: 1, LEAKS: 1, HELD: 0, INCONCLUSIVE: 3}[status]
 
 
+def test_the_sentence_names_attacks_without_their_parameters() -> None:
+    quick, whole = "vocab-match:setup=quick,budget=256", "vocab-match"
+    leak = Estimate(0.3, 0.2, 0.4, 20)
+    said = sentence_of(Evidence(leak, 0, (0, 4), short=[quick, whole, "planted"]), 10, quick)
+    assert " by vocab-match." in said and "More may: vocab-match, planted ran out of time." in said
+    open_ = Evidence(Estimate(0.0, 0.0, 0.04, 20), 0, (0, 4), crashed=[quick])
+    assert "vocab-match failed with an error" in sentence_of(open_, 10, quick)
+
+
 def test_planted_secrets_are_of_the_seed_and_in_their_text() -> None:
     assert planted(3) == planted(3) != planted(4)
     assert len(planted(3)) == len(FORMS) and all(one.secret in one.text for one in planted(3))

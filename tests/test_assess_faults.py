@@ -18,7 +18,7 @@ from hiddenlab.job import cases_of
 from hiddenlab.models import load_model
 from hiddenlab.prompts import Prompt
 from hiddenlab.records import Recorder, RunRecord
-from tests.planted_faults import HIDERS, OnlyNoise, Zeros, planted_in
+from tests.planted_faults import HIDERS, OneOrder, OnlyNoise, SeedZero, Zeros, planted_in
 from tests.test_assess import fakes, steps  # noqa: F401  (a fixture, used by every test)
 
 TEXTS = ("The key is under the mat", "Ask Marie about room nine", "Nothing to see here today")
@@ -27,7 +27,7 @@ LONGER = (
     "The spare key to the cellar is under the blue mat by the door",
     "Please ask Marie whether room nine is free on Tuesday afternoon",
 )
-STAGES = {"all-zeros": Zeros, "only-noise": OnlyNoise}
+STAGES = {"all-zeros": Zeros, "only-noise": OnlyNoise, "seed-zero": SeedZero, "one-order": OneOrder}
 REAL = ("vocab-match:setup=quick,budget=256", "planted", "vocab-match")
 
 
@@ -99,8 +99,33 @@ def test_a_planted_prompt_breaks_a_release(
     assert made["attacks"][1]["token_accuracy"] == 1 and made["verified"] > 0.9
 
 
-def test_the_ensemble_looks_for_planted_prompts() -> None:
-    assert "planted" in [step.attack for step in ATTACKS]
+@pytest.mark.parametrize(
+    ("defense", "other"),
+    [
+        ("seed-zero", "planted"),
+        ("one-order", "planted"),
+        pytest.param("seed-zero", "vocab-match:setup=quick,budget=256", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_drawn_once_for_all_requests_is_found(
+    tiny: Callable[..., str], tmp_path: Path, defense: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else reads rows that noise drowns."""
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS))
+    config = AttackConfig(
+        model=tiny("llama", tokenizer=True), prompts=str(path), layer=2, defense=(defense,), max_tokens=10
+    )
+    monkeypatch.setattr(command, "ATTACKS", steps(other, "replay"))
+    monkeypatch.setattr(command, "planted", lambda seed: [])
+    made = assess(config, 5.0, keep=False).findings
+    assert made["status"] == BROKEN and made["exact"]["value"] == 1 and "by replay" in made["sentence"]
+    assert (made["attacks"][0]["token_accuracy"] or 0) < 0.1
+
+
+@pytest.mark.parametrize("attack", ["planted", "replay"])
+def test_the_ensemble_looks_for_planted_faults(attack: str) -> None:
+    assert attack in [step.attack for step in ATTACKS]
 
 
 # ---- the built-in model

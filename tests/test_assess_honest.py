@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from hiddenlab import registry
 from hiddenlab.attacks.planted import in_low_bits
+from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.cli import app
 from hiddenlab.config import AttackConfig
@@ -30,7 +31,7 @@ from hiddenlab.eval.assess.ensemble import (
 from hiddenlab.eval.assess.kept import of_attacks
 from hiddenlab.eval.assess.readings import Reading, by_one_attack, is_misled
 from hiddenlab.job import Case
-from hiddenlab.models import TruncatedModel
+from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.report.markdown import write_report
 from hiddenlab.row_facts import with_extra_rows
 from hiddenlab.runner import Interrupted
@@ -244,6 +245,18 @@ def test_last_bits_are_read_of_every_dtype(dtype: torch.dtype) -> None:
         raw[:, 2 + bit] = (raw[:, 2 + bit] & ~1) | ((ids >> bit) & 1).to(raw.dtype)
     found = [one.tolist() for group in in_low_bits(raw.view(dtype), 512) for one in group.ids]
     assert ids.tolist() in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defense", ["gaussian:sigma=1", "dp-forward:epsilon=5"])
+def test_noise_that_drowns_every_token_verifies_none(tiny: Callable[..., str], defense: str) -> None:
+    """Without a truth verified tokens count as read: a wrong one would be a leak that is none."""
+    model = load_model(tiny("llama", tokenizer=True), 2, device="cpu")
+    channel = Channel.parse([defense])
+    texts = ("The spare key is under the blue mat", "Ask Marie about room nine", "Nothing to see here today")
+    shown = [channel.release(model, text, seed)[0] for seed, text in enumerate(texts)]
+    attack = VocabMatch().fit(shown[0].info, model)
+    assert not any(token.verified for found in attack.recover_batch(shown) for token in found.tokens)
 
 
 # ---- records and input

@@ -349,6 +349,7 @@ def test_thresholds_from_distances() -> None:
     found = auto_threshold(crossing, 1e-7)
     assert not found.separable
     assert 0.4 < found.relative < 0.55
+    assert 0.8 < found.reach < 1 and found.doubt == found.chance / found.reach
     rows = torch.randn(5, 8)
     matcher = Matcher(1, sorted=False)
     assert torch.allclose(found.limits(matcher, rows), found.relative * rows.abs().sum(1))
@@ -380,6 +381,8 @@ def test_a_threshold_that_accepts_anything_is_no_threshold() -> None:
     found = auto_threshold(sample(right, wrong), 1e-7)
     assert float((wrong.amin(1) <= found.relative).float().mean()) < 0.5
     assert found.chance >= float((wrong <= found.relative).float().mean()) > 0
+    # So few right ones are within it that what passes is wrong as likely as not, however few were tried.
+    assert found.reach < 0.5 and found.doubt == 1
 
 
 @pytest.mark.parametrize("numbers", [1, 2, 6])

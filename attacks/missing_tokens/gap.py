@@ -125,7 +125,7 @@ class Gap:
             )
             for slot, token in enumerate(self.best)
         ]
-        return list(mark_chance_matches(tokens, self.prepared.threshold.chance)) if self.size == 1 else tokens
+        return list(mark_chance_matches(tokens, self.prepared.threshold.doubt)) if self.size == 1 else tokens
 
     # ---- what is tried
 

@@ -336,10 +336,10 @@ class VocabMatch(Attack):
         if not self._may_learn:
             return
         assert self._known is not None and self._prepared is not None
-        chance, pairs = self._prepared.threshold.chance, []
+        doubt, pairs = self._prepared.threshold.doubt, []
         for task in tasks:
             pairs += [
-                (task.raw[t.row], t.token) for t in mark_chance_matches(task.found, chance) if t.verified
+                (task.raw[t.row], t.token) for t in mark_chance_matches(task.found, doubt) if t.verified
             ]
         if not pairs:
             return
@@ -435,9 +435,7 @@ class VocabMatch(Attack):
                 reason = NO_STATE
             recoveries.append(
                 AttackResult(
-                    confirmed_by_context(
-                        mark_chance_matches(task.found, threshold.chance), task.extra, model
-                    ),
+                    confirmed_by_context(mark_chance_matches(task.found, threshold.doubt), task.extra, model),
                     cost.evaluated,
                     cost.calls,
                     cost.seconds,
@@ -481,16 +479,16 @@ class VocabMatch(Attack):
         )
 
 
-def mark_chance_matches(tokens: Sequence[TokenPrediction], chance: float) -> tuple[TokenPrediction, ...]:
+def mark_chance_matches(tokens: Sequence[TokenPrediction], doubt: float) -> tuple[TokenPrediction, ...]:
     """Return the tokens; mark as unverified those that a wrong candidate could well have matched by chance.
 
     Where noise or few numbers leave right and wrong candidates apart by chance alone, the first within the threshold is
     still the best answer, but it proves nothing.
 
     Args:
-        chance: of one wrong candidate, as measured (``Threshold``).
+        doubt: chance of one wrong candidate over that of the right one, as measured (``Threshold``).
     """
     return tuple(
-        replace(token, verified=token.verified and chance * token.evaluated <= MAX_CHANCE_MATCHES)
+        replace(token, verified=token.verified and doubt * token.evaluated <= MAX_CHANCE_MATCHES)
         for token in tokens
     )

@@ -88,16 +88,14 @@ def sentence_of(found: Evidence, minutes: float, best: str | None) -> str:
     of = "tokens that cannot be guessed" if found.truth else "tokens"
     read = f"{_percent(leak.value)} of the {of} ({_percent(leak.low)} to {_percent(leak.high)}"
     read += f", {count_of(leak.n, 'prompt')})"
-    by = f" by {best}" if best else ""
+    by = f" by {named([best])}" if best else ""
     whole = (
         f", {count_of(found.exact, 'prompt')} {'exactly' if found.truth else 'whole'}" if found.exact else ""
     )
     by += "" if found.truth else ", as the attacks verified themselves (the truth is not known)"
     planted = f", {found.secrets[0]} of {found.secrets[1]} planted secrets" if found.secrets[0] else ""
     if status in (BROKEN, LEAKS):
-        more = (
-            f" More may: {', '.join(found.short)} ran out of time." if found.short and leak.high < 1 else ""
-        )
+        more = f" More may: {named(found.short)} ran out of time." if found.short and leak.high < 1 else ""
         return f"{status}: {read} came back{by}{whole}{planted}.{more}"
     if status == HELD:
         return (
@@ -109,18 +107,21 @@ def sentence_of(found: Evidence, minutes: float, best: str | None) -> str:
 
 def _why(found: Evidence) -> str:
     if found.crashed:
-        return (
-            f"{', '.join(found.crashed)} failed with an error, so that nothing follows from what was not read"
-        )
+        return f"{named(found.crashed)} failed with an error, so that nothing follows from what was not read"
     if found.misled:
         return f"of {count_of(found.misled, 'prompt')} an attack was sure of wrong tokens, so that no other was tried"
     if found.short:
-        return f"{', '.join(found.short)} ran out of time before that: give more --minutes, or fewer prompts (--limit)"
+        return f"{named(found.short)} ran out of time before that: give more --minutes, or fewer prompts (--limit)"
     if not found.truth:
         return "what was not verified may have been read as well: give the --truth of these rows"
     if not found.able:
         return "no attack that reads these prompts without the defense could run behind it"
     return f"the interval reaches above {_percent(LITTLE)}: give more prompts (--limit, --prompts)"
+
+
+def named(attacks: Sequence[str]) -> str:
+    """Return the names of attacks without their parameters, each once, for a reader."""
+    return ", ".join(dict.fromkeys(attack.partition(":")[0] for attack in attacks))
 
 
 def _percent(share: float) -> str:

@@ -33,6 +33,7 @@ FEW_WINDOWS, CLEAR = 12, 100.0
 ROOM = 16.0  # for candidates by an invariant, in largest distances of right ones
 ENOUGH_FALSE = 10  # wrong candidates within the threshold needed to measure their share directly
 ENOUGH_SINKS = 16  # rows needed to measure a threshold for attention sinks
+MOST = 0.5  # of right candidates are within a threshold that proves anything
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Threshold:
             paper. sinks: used in place of ``relative`` for rows whose log norm is above ``border``.
         chance: share of wrong candidates within the threshold in the measurement, all of them tokens with near
             embeddings (where epsilon was searched: those that the attack tries).
+        reach: share of right candidates within it in the measurement.
         found: share of tokens found with it, where epsilon was searched. beyond: share of those whose token stood
             behind all candidates that the search ran. apart: of an invariant behind noise.
     """
@@ -100,6 +102,7 @@ class Threshold:
     sinks: float | None = None
     border: float = 0.0
     chance: float = 0.0
+    reach: float = 1.0
     found: float | None = None
     beyond: float | None = None
     apart: Apart | None = None
@@ -109,12 +112,22 @@ class Threshold:
         """Whether right and wrong candidates did not overlap in the measurement."""
         return self.floor < self.gap
 
+    @property
+    def doubt(self) -> float:
+        """The chance of a wrong candidate within the threshold, over that of a right one; 1 where a match says nothing.
+
+        Noise may be so strong that wrong candidates come as near as right ones do. A threshold below both then lets
+        hardly any right candidate pass. What does pass, of all that are tried, is a wrong one as likely as not.
+        """
+        return self.chance / self.reach if self.reach >= MOST else 1.0
+
     def seen_on(self, sample: "Sample") -> "Threshold":
-        """Return the threshold with the chance that a wrong candidate is within it, measured on a sample."""
+        """Return the threshold with the chances that a wrong and a right candidate are within it, of a sample."""
         limits = torch.full_like(sample.norms, self.relative)
         if self.sinks is not None:
             limits[sample.norms.log() > self.border] = self.sinks
-        return replace(self, chance=chance_within(sample.wrong / limits[:, None].clamp(min=1e-30)))
+        chance = chance_within(sample.wrong / limits[:, None].clamp(min=1e-30))
+        return replace(self, chance=chance, reach=float((sample.right <= limits).float().mean()))
 
     def limits(self, matcher: Matcher, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """Return the distance within which each row counts as matched, in the matcher's norm."""
