@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hiddenlab import registry
-from hiddenlab.attacks import shard_reading as module
-from hiddenlab.attacks.shard_reading import OwnText, ShardReading, extend
-from hiddenlab.attacks.shard_reading import Path as Reading
+from hiddenlab.attacks.shard_reading import Rows, ShardReading, beam, readers
+from hiddenlab.attacks.shard_reading.beam import Path as Reading
+from hiddenlab.attacks.shard_reading.beam import extend
+from hiddenlab.attacks.shard_reading.readers import sites_of
 from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade.command import Backend, run
 from hiddenlab.defenses.cascade.planning import plan
@@ -19,7 +20,9 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.cells import MEASURED, NOT_RUN, Setting, conduct, split_specs
 from hiddenlab.models import Request, TruncatedModel, load_model
 from hiddenlab.observation import load_site
+from hiddenlab.proposals import own_text as texts
 from hiddenlab.proposals.lens import TunedLens
+from hiddenlab.proposals.own_text import OwnText
 from hiddenlab.testing import VOCABULARY, PlainModel
 from hiddenlab.types import AttackResult, Observation
 
@@ -31,8 +34,8 @@ HELD = (4, 5, 6, 7, 16, 17, 18, 19)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROWS", 4000)
-    monkeypatch.setattr(module, "HELD_OUT", 4)
+    monkeypatch.setattr(texts, "ROWS", 4000)
+    monkeypatch.setattr(texts, "HELD_OUT", 4)
 
 
 def tokens_of(n: int, seed: int = 0, size: int = VOCABULARY) -> list[int]:
@@ -103,10 +106,10 @@ def test_readers_learn_the_tokens_before_a_row() -> None:
     text = OwnText(states, tokens, places, fitted=2080)
     rows, targets = text.at(1, held_out=True)
     assert len(rows) == 20 * 25 and torch.equal(rows[:, size:].argmax(1), targets)
-    readers = module.readers_of(torch.randn(size, size, generator=generator), text, 1)
-    assert [reader.right for reader in readers] == [1.0, 1.0]
+    named = readers.readers_of(torch.randn(size, size, generator=generator), text, 1)
+    assert [reader.right for reader in named] == [1.0, 1.0]
     (window, own), *_ = text.held_windows()
-    said = readers[1].log_probs(window[1:])
+    said = named[1].log_probs(window[1:])
     assert said.argmax(1).tolist() == own[:-1].tolist()
     assert torch.allclose(said.exp().sum(1), torch.ones(len(said)), atol=1e-5)
 
@@ -120,21 +123,21 @@ def test_a_wide_beam_finds_what_trying_every_prompt_finds(tiny: TinyPath) -> Non
     model = load_model(path, 1, device="cpu")
     shown = released(model, tokens_of(3, size=12), "drop-rows:size=2,after=0")
     attack = ShardReading(beam=200).fit(shown.info, model)
-    found, prepared = attack.recover(shown), attack.prepare(shown.info)
+    found, prepared = attack.recover(shown), attack.prepare((shown.info,))
     speaker = attack._speaker(model)
-    assert speaker is not None and prepared.weight in module.WEIGHTS
+    assert speaker is not None and prepared.weight in readers.WEIGHTS
     prompts = torch.tensor(list(product(range(12), repeat=3)))
     opener = torch.tensor(speaker.opened.tokens, dtype=torch.long)
     inputs = torch.cat([opener.expand(len(prompts), -1), prompts], 1)
     plain = PlainModel(path).model.to(speaker.model.dtype)
     with torch.no_grad():
         said = plain(inputs).logits.float().log_softmax(-1)[:, len(opener) :]
-        begun = module._first(speaker)
+        begun = beam._first(speaker)
     row = shown.states[:1].float()
     scores = prepared.weight * (
         begun[prompts[:, 0]] + sum(said[:, at].gather(1, prompts[:, at + 1, None])[:, 0] for at in (0, 1))
     )
-    for offset, reader in enumerate(prepared.readers):
+    for offset, reader in enumerate(prepared.kinds[0].readers):
         scores = scores + reader.log_probs(row)[0, prompts[:, 2 - offset]]
     best = prompts[scores.argmax()].tolist()
     right = float(scores.max())
@@ -199,7 +202,7 @@ def test_the_experiment_sets_every_row_beside_its_control(tiny: TinyPath, tmp_pa
     experiment = make(setting, alphas="3", c=3, client="1/0,1/1", nodes="1,2", noise=0.01)
     rows = conduct("hardened-shards", experiment, tmp_path / "eval")["rows"]
     assert [row["keys"]["last layers"] for row in rows] == [0, 1, 0, 1]
-    assert [row["keys"]["rows held"] for row in rows] == ["9 of 24"] * 2 + ["18 of 24"] * 2
+    assert [row["keys"]["rows held"] for row in rows] == ["9 of 24"] * 2 + ["15 of 24"] * 2
     for row in rows:
         assert row["status"] == MEASURED
         read, control, beyond = (
@@ -208,6 +211,25 @@ def test_the_experiment_sets_every_row_beside_its_control(tiny: TinyPath, tmp_pa
         )
         assert beyond == pytest.approx((read - control) / (1 - control))
         assert 0 <= row["figures"]["held_token_accuracy"]["value"] <= 1
+
+
+@pytest.mark.slow
+def test_each_view_of_a_node_is_measured_beside_the_control_of_its_tokens(
+    tiny: TinyPath, tmp_path: Path
+) -> None:
+    make = registry.resolve("experiments", "hardened-shards")
+    setting = Setting(model=tiny("llama", tokenizer=True), limit=2, max_tokens=24, device="cpu")
+    options = {"alphas": "3", "c": 3, "client": "1/1", "nodes": 1, "joined": 3}
+    experiment = make(setting, sees="ends,layers,attn,attn-pair", **options)
+    rows = conduct("hardened-shards", experiment, tmp_path / "eval")["rows"]
+    assert [row["keys"]["sees"] for row in rows] == ["ends", "layers", "attn", "attn-pair"]
+    assert [row["keys"]["rows held"] for row in rows] == ["9 of 24"] * 3 + ["15 of 24"]
+    assert {row["status"] for row in rows} == {MEASURED}
+    control = [row["figures"]["control_token_accuracy"]["value"] for row in rows]
+    assert control[0] == control[1] == control[2]
+    # A cell of the ends alone is the one that was measured before there were other views.
+    (plain,) = make(setting, **options).cells
+    assert plain.digest == experiment.cells[0].digest and "sees" not in plain.keys
 
 
 def test_specs_are_split_between_them_and_not_inside() -> None:
@@ -284,11 +306,10 @@ def test_late_rows_take_the_place_of_the_language_model(tiny_model: LoadModel) -
     last = model.sibling(stream="resid")
     first, late = (released(one, tokens, SHARD) for one in (model, last))
     attack = ShardReading(reach=0, beam=1).fit(first.info, model)
-    (found,) = attack.recover_ends([first], [late])
-    lens = attack._lens(late.info)
+    (found,) = attack.recover_views([[Rows((first,), (late,))]])
+    _, lens = attack._lens(sites_of([late]))
     expected = lens.log_probs(late.states.float()).argmax(1)
     assert found.ids[8] == int(expected[3])  # position 8 has no row; row 3 is of position 7
-    assert attack.recover_ends([], []) == []
 
 
 @pytest.mark.parametrize("alphas", ["1", "x", "2,"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hiddenlab.attacks.shard_reading import ShardReading
+from hiddenlab.attacks.shard_reading import Rows, ShardReading
 from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade.backend import Cascade
 from hiddenlab.defenses.cascade.command import Backend, timed
@@ -28,20 +28,26 @@ from hiddenlab.models.tokens import token_ids
 from hiddenlab.prompts import load_prompts
 from hiddenlab.scoring import tokens_by_row
 from hiddenlab.sharding import Plan, Positions
-from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, silent
+from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, Site, silent
 from hiddenlab.utils.random import generator
+
+ATTENTION = ("attn", "attn-pair")  # what AttnNodes see
+SEES = ("ends", "layers", *ATTENTION)
+# What the control depends on.
+CONTROLLED = ("model", "prompts", "limit", "max_tokens", "seed", "device", "dtype", "alpha", "c", "nodes")
 
 
 def node_reading(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
-    """Attack what CompNodes hold between layers of the client (``shard-reading``), beside a control.
+    """Attack what nodes hold between layers of the client (``shard-reading``), beside a control.
 
     The control is the same attack on the embeddings of the same positions, where no row is asked about other tokens:
     what a language model guesses from the tokens that the nodes are meant to hold.
 
     Args:
-        spec: model, prompts, limit, max_tokens, seed, device, dtype; alpha, c; nodes, whose rows are joined; first,
-            last (layers of the client; where last is 0, rows behind the nodes' last layer are not looked at); noise
-            (standard deviation at the client's embeddings, 0 for none).
+        spec: model, prompts, limit, max_tokens, seed, device, dtype; alpha, c; nodes, CompNodes whose rows are joined;
+            first, last (layers of the client; where last is 0, late rows are not looked at); noise (standard deviation
+            at the client's embeddings, 0 for none); sees, where it is not ``ends`` (see ``_parts``), and joined, how
+            many layers ``layers`` puts side by side.
 
     Returns:
         ``held_token_accuracy``, ``missing_token_accuracy`` and ``control_token_accuracy`` (others' tokens before the
@@ -56,21 +62,58 @@ def node_reading(spec: dict[str, Any], folder: Path, progress: Progress = silent
         raise InputError(
             f"the model has {layers} layers; {spec['first']} first and {spec['last']} last leave none"
         )
-    model = _model(spec, spec["first"])
-    prompts, held = _prompts(model, spec)
+    prompts, held = _prompts(_model(spec, Site(spec["first"])), spec)
+    views: list[list[Rows]] = [[] for _ in prompts]
     noise = [f"gaussian:sigma={spec['noise']}"] if spec["noise"] else []
-    shown = _released(model, prompts, held, noise, spec["seed"])
+    for part in _parts(spec, end):
+        places = [_held(spec, tokens, part.nodes) for tokens in prompts]
+        read, late = (
+            [_released(_model(spec, site), prompts, places, noise, spec["seed"]) for site in sites]
+            for sites in (part.read, part.late)
+        )
+        for i in read[0]:
+            views[i].append(Rows(tuple(rows[i] for rows in read), tuple(rows[i] for rows in late)))
+    info = next(rows.read[0].info for view in views for rows in view)
     attack = ShardReading()
     attack.progress = progress
-    attack.fit(shown[0].info, model, spec["seed"])
-    if spec["last"]:
-        late = _released(_model(spec, end), prompts, held, noise, spec["seed"])
-        found = attack.recover_ends(shown, late)
-    else:
-        found = attack.recover_batch(shown)
-    names = ("model", "prompts", "limit", "max_tokens", "seed", "device", "dtype", "alpha", "c", "nodes")
-    guessed = _guessed(json.dumps({name: spec[name] for name in names}))
-    return _figures(prompts, held, found, guessed)
+    attack.fit(info, _model(spec, info.site), spec["seed"])
+    guessed = _guessed(json.dumps({name: spec[name] for name in CONTROLLED}))
+    return _figures(prompts, held, attack.recover_views(views), guessed)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows that nodes hold at the same positions.
+
+    Attributes:
+        nodes: CompNodes whose positions they are. read: sites from which tokens are read. late: from which the next
+            ones are.
+    """
+
+    nodes: tuple[int, ...]
+    read: tuple[Site, ...]
+    late: tuple[Site, ...]
+
+
+def _parts(spec: dict[str, Any], end: int) -> list[_Part]:
+    """Return what nodes see of a prompt.
+
+    ``ends`` are rows of CompNodes before their first layer and behind their last one; ``layers`` these and others
+    between, all side by side. ``attn`` is what AttnNodes (j, j) get of their CompNode j at the first and the last
+    layer, and ``attn-pair`` what AttnNode (i, j) gets: queries of the first of the nodes, keys and values of the last.
+
+    Args:
+        end: how many layers there are before the client's last ones.
+    """
+    nodes, first, sees = tuple(spec["nodes"]), spec["first"], spec.get("sees", "ends")
+    if sees in ATTENTION:
+        pairs = [(nodes, "qkv")] if sees == "attn" else [(nodes[:1], "q"), (nodes[-1:], "kv")]
+        ends = [(own, Site(first + 1, stream), Site(end, stream)) for own, stream in pairs]
+        return [_Part(own, (early,), (late,) if spec["last"] else ()) for own, early, late in ends]
+    count = min(spec["joined"], end - first + 1) if sees == "layers" else 2
+    between = [Site(first + round(i * (end - first) / (count - 1))) for i in range(count)]
+    every = tuple(between) if sees == "layers" else (between[0],)
+    return [_Part(nodes, every, (every if sees == "layers" else (between[-1],)) if spec["last"] else ())]
 
 
 def hardened_cost(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -164,9 +207,9 @@ def _guessed(key: str) -> list[AttackResult]:
         key: what it depends on of the spec, as JSON.
     """
     spec = json.loads(key)
-    model = _model(spec, 0)
+    model = _model(spec, Site(0, "embed"))
     prompts, held = _prompts(model, spec)
-    shown = _released(model, prompts, held, [], spec["seed"])
+    shown = list(_released(model, prompts, held, [], spec["seed"]).values())
     control: Any = ShardReading(reach=0).fit(shown[0].info, model, spec["seed"])
     return control.recover_batch(shown)  # type: ignore[no-any-return]
 
@@ -179,17 +222,22 @@ def _prompts(model: TruncatedModel, spec: dict[str, Any]) -> tuple[list[list[int
     """
     texts = load_prompts(spec["prompts"], limit=spec["limit"])
     prompts = [model.tokenize(text, spec["max_tokens"]) for text in texts]
-    plans = [Plan.clustered(len(tokens), spec["c"], alpha=spec["alpha"]) for tokens in prompts]
-    held = [tuple(sorted(p for node in spec["nodes"] for p in plan.shards[node])) for plan in plans]
+    held = [_held(spec, tokens, spec["nodes"]) for tokens in prompts]
     chosen = [i for i, places in enumerate(held) if places]
     if not chosen:
         raise NotApplicableError("the nodes hold no token of any prompt")
     return [prompts[i] for i in chosen], [held[i] for i in chosen]
 
 
-def _model(spec: dict[str, Any], layer: int) -> TruncatedModel:
+def _held(spec: dict[str, Any], tokens: Sequence[int], nodes: Sequence[int]) -> Positions:
+    """Return the positions of a prompt that some CompNodes hold."""
+    plan = Plan.clustered(len(tokens), spec["c"], alpha=spec["alpha"])
+    return tuple(sorted(place for node in nodes for place in plan.shards[node]))
+
+
+def _model(spec: dict[str, Any], site: Site) -> TruncatedModel:
     where = {"device": spec["device"], "dtype": spec["dtype"]}
-    return load_model(spec["model"], layer, stream="resid" if layer else "embed", **where)
+    return load_model(spec["model"], site.layer, stream=site.stream, **where)
 
 
 def _released(
@@ -198,13 +246,18 @@ def _released(
     held: Sequence[Positions],
     noise: list[str],
     seed: int,
-) -> list[Observation]:
-    """Return the rows at some positions of each prompt; noise is the same at every layer of one prompt."""
-    channel, result = Channel.parse(noise), list[Observation]()
+) -> dict[int, Observation]:
+    """Return the rows at some positions of each prompt; noise is the same at every layer of one prompt.
+
+    Returns:
+        By the place of a prompt, without those that have no such positions: short ones may leave a node nothing.
+    """
+    channel, result = Channel.parse(noise), dict[int, Observation]()
     for i, (tokens, places) in enumerate(zip(prompts, held, strict=True)):
-        whole = channel.release(model, tokens, generator(seed, "release", i))[0]
-        info = replace(whole.info, positions=places)
-        result.append(Observation(whole.states[list(places)], info))
+        if places:
+            whole = channel.release(model, tokens, generator(seed, "release", i))[0]
+            info = replace(whole.info, positions=places)
+            result[i] = Observation(whole.states[list(places)], info)
     return result
 
 

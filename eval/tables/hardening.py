@@ -8,6 +8,7 @@ from typing import Any
 from hiddenlab.defenses.cascade.hardening import Hardening
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import MEASURED, NOT_RUN, Cell, Experiment, Setting, attack_cell, split_specs
+from hiddenlab.eval.measures.hardening import ATTENTION, SEES
 from hiddenlab.eval.tables.sharding import shard_tokens, sums_cell
 from hiddenlab.models.load import load_config, resolve_model
 from hiddenlab.sharding import Plan, Positions
@@ -19,6 +20,18 @@ VARIANTS = (
 COST, LEAK, ROWS, SHARED = "cost", "leak", "rows", "shared"  # parts of a row
 ON_CRYPTEN = "CrypTen"  # begins the key of the row of plain secret sharing
 MPC_SECONDS = 1800.0  # for one prompt at most
+
+# What nodes see, for the notes.
+_SEEN = {
+    "ends": "ends: a CompNode's rows at its first layer and behind its last one.",
+    "layers": "layers: a CompNode's rows of {joined} layers, from before its first one to behind its last one, side by "
+    "side for the regressions and the lens.",
+    "attn": "attn: AttnNode (j, j) gets queries, keys and values of CompNode j's rows; those of the first layer name "
+    "tokens, those of the last one say what comes next. Their rotation by position, which is known, is undone. The "
+    "control is that of the CompNode.",
+    "attn-pair": "attn-pair: AttnNode (i, j) gets queries of CompNode i's rows and keys and values of CompNode j's, "
+    "the next one; each has regressions of its own. The control is that of both CompNodes' tokens.",
+}
 
 _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0, "n": 0}  # by construction, without a measurement
 
@@ -135,38 +148,67 @@ def hardened_shards(
     client: str = "1/1,2/2,4/4,8/8",
     nodes: str | int = "1,2",
     noise: float = 0.0,
+    sees: str = "ends",
+    joined: int = 4,
 ) -> Experiment:
-    """Measure what CompNodes read between the client's first and last layers, by layers and plan (``--harden client``).
+    """Measure what nodes read between the client's first and last layers, by layers and plan (``--harden client``).
 
     Args:
         alphas: numbers of CompNodes, separated by commas. c: tokens of a cluster.
         client: first and last layers of the client, as FIRST/LAST, separated by commas; LAST 0 leaves late rows out.
         nodes: how many CompNodes put together what they see, separated by commas.
         noise: standard deviation of noise at the client's embeddings.
+        sees: what is seen, separated by commas: ``ends`` (CompNodes: rows at their first and behind their last layer),
+            ``layers`` (CompNodes: rows of layers between too), ``attn`` (AttnNodes (j, j): queries, keys and values at
+            the nodes' first and last layer), ``attn-pair`` (one AttnNode (i, j)).
+        joined: how many layers ``layers`` puts side by side.
 
     Raises:
-        InputError: an alpha is no whole number from 2, the node in the middle holds nothing, or layers or nodes are no
-            such numbers.
+        InputError: an alpha is no whole number from 2, the node in the middle holds nothing, layers, nodes or joined
+            are no such numbers, or nodes see nothing of that name.
     """
     cells, options = list[Cell](), setting.where() | _prompts(setting) | {"prompts": setting.prompts}
     ends = [_ends(text) for text in split_specs(client)]
     together = [_whole(text, "a number of nodes", 1) for text in split_specs(str(nodes))]
-    for alpha, node, held in _middle_nodes(options["max_tokens"], alphas, c):
-        for count in (n for n in together if n < alpha):
-            joined = [(node + i) % alpha for i in range(count)]
+    views = split_specs(sees)
+    if unknown := [view for view in views if view not in SEES]:
+        raise InputError(f"nodes see {', '.join(SEES[:-1])} or {SEES[-1]}, not {unknown[0]!r}")
+    joined = _whole(str(joined), "a number of layers side by side", 2)
+    for alpha, node, _ in _middle_nodes(options["max_tokens"], alphas, c):
+        # An AttnNode (i, j) is one node, but gets rows of two.
+        for view, count in [
+            *((view, n) for view in views if view != "attn-pair" for n in together if n < alpha),
+            *((view, 2) for view in views if view == "attn-pair"),
+        ]:
+            nodes_seen = [(node + i) % alpha for i in range(count)]
+            rows = sum(
+                len(Plan.clustered(options["max_tokens"], c, alpha=alpha).shards[i]) for i in nodes_seen
+            )
             for first, last in ends:
                 keys = {
                     "first layers": first,
                     "last layers": last,
                     "alpha": alpha,
                     "c": c,
-                    "nodes": count,
-                    "rows held": f"{count * len(held)} of {options['max_tokens']}",
+                    "nodes": 1 if view == "attn-pair" else count,
+                    "rows held": f"{rows} of {options['max_tokens']}",
                 }
-                spec = {"alpha": alpha, "c": c, "nodes": joined, "first": first, "last": last, "noise": noise}
+                keys |= {"sees": view} if views != ["ends"] else {}
+                spec = {
+                    "alpha": alpha,
+                    "c": c,
+                    "nodes": nodes_seen,
+                    "first": first,
+                    "last": last,
+                    "noise": noise,
+                }
+                # Cells of rows at the ends alone keep the names that they had before there were others.
+                spec |= {"sees": view} if view != "ends" else {}
+                spec |= {"joined": joined} if view == "layers" else {}
                 cells.append(Cell("node-reading", {**options, **spec}, keys))
+    who = "nodes" if set(views) & set(ATTENTION) else "CompNodes"
     return Experiment(
-        "What CompNodes read between the client's layers",
+        f"What {who} read between the client's layers",
         cells,
         {
             "beyond_control": "beyond the control", "missing_token_accuracy": "others' tokens right",
@@ -183,7 +225,9 @@ def hardened_shards(
             "model fills in. The control is the same attack on the nodes' embeddings, where no row is asked about "
             "other tokens: what a language model guesses from the tokens that the nodes are meant to hold.",
             "Beyond the control is (attack - control) / (1 - control), with both of the same prompts.",
-            "Layers between the first and the last, and what attention brings the nodes there, are not looked at.",
+            *(_SEEN[view].format(joined=joined) for view in views if views != ["ends"]),
+            "What attention brings the nodes between is not looked at"
+            + (", nor are layers between the first and the last." if views == ["ends"] else "."),
         ],
     )  # fmt: skip
 
