@@ -266,7 +266,7 @@ class Plan:
         """Return where the plan breaks Theorem 7.3's condition that gaps in a CompNode's shard hold at least ρ tokens.
 
         The condition is necessary, not sufficient: partial attention at the first layer revealed the tokens under every
-        plan that was measured (``attacks/partial_sums.py``, docs/log/007-cascade-partial-sums.md).
+        plan that was measured (``attacks/partial_sums``, docs/log/007-cascade-partial-sums.md).
 
         Args:
             rho: the vocab-matching threshold (Definition 7.2): one more than the unknown tokens in a row that an
@@ -343,7 +343,7 @@ def rows_for_span(rows: int, per_row: int, known: int, unknown: int, width: int)
 
     Each row gives an equation for each query head of a key/value head, of which there must be as many as unknown
     tokens. It also brings a mix of known value vectors, of unknown share. The unknown value vectors and these mixes
-    must leave a direction in which a wrong token shows (``attacks/partial_sums.py``).
+    must leave a direction in which a wrong token shows (``attacks/partial_sums``).
 
     Args:
         rows: that see the same unknown tokens. per_row: query heads of a key/value head. known, unknown: tokens that

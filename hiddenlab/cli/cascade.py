@@ -35,8 +35,8 @@ HardenOpt = Annotated[
     Option(
         "--harden",
         metavar="SPEC",
-        help="Hide more than the plan: client:first=6,last=1, noise, secret-maps, masked-sums, several with '|'; "
-        "or shares (two nodes, without a plan).",
+        help="Change what nodes get: client:first=6,last=1, noise, secret-maps, masked-sums, several with '|'; or "
+        "shares (two nodes, without a plan), which alone hides a prompt.",
     ),
 ]
 SymmetricOpt = Annotated[bool, Option("--symmetric", help="AttnNodes (j, k) and (k, j) are one node.")]
@@ -235,7 +235,14 @@ def serve(
     c: ClusterOpt = 1,
     m: SplitOpt = 1,
     symmetric: Annotated[bool, Option("--symmetric/--full", help="β(β + 1)/2 AttnNodes, or all β².")] = True,
-    harden: HardenOpt = None,
+    harden: Annotated[
+        str | None,
+        Option(
+            "--harden",
+            metavar="shares",
+            help="Two nodes compute on additive shares, without a plan. Nothing else hides a prompt from nodes.",
+        ),
+    ] = None,
     compress: CompressOpt = True,
     wire: WireOpt = None,
     model: o.ModelOpt = None,
@@ -299,8 +306,14 @@ def serve(
         address=address, folder=folder, tls=tls, transport=transport, timeout=timeout, restarts=restarts,
         threads=threads, cpus=cpus, gpus=gpus, strategy=placement, harden=harden,
     )  # fmt: skip
+    shares = nodes.hardening.shares is not None
+    if harden is not None and not shares:
+        raise InputError(
+            f"CompNodes read a prompt behind --harden {harden!r} as well (hiddenlab eval hardening), or nobody tried; "
+            "serve takes --harden shares alone, and cascade run takes all"
+        )
     screen = stdout()
-    stderr().print(_what_nodes_read(alpha, c, m, symmetric, harden), soft_wrap=True)
+    stderr().print(_what_nodes_read(alpha, c, m, symmetric, shares), soft_wrap=True)
     stderr().print("starting Ray and the nodes; this takes from half a minute to some minutes")
 
     def ready() -> None:
@@ -317,14 +330,11 @@ def serve(
     )  # fmt: skip
 
 
-def _what_nodes_read(alpha: int, c: int, m: int, symmetric: bool, harden: str | None) -> str:
+def _what_nodes_read(alpha: int, c: int, m: int, symmetric: bool, shares: bool) -> str:
     """Say what the nodes of a server read of short prompts, and which command tells of others."""
-    if harden == "shares":
+    if shares:
         return "each node gets random numbers; both together read every prompt"
-    import shlex
-
     options = f"--alpha {alpha} --c {c} --m {m}" + " --symmetric" * symmetric
-    options += f" --harden {shlex.quote(harden)}" if harden else ""
     return (
         f"CompNode 0 reads all of a prompt of up to {count_of(c, 'token')}. What nodes read of a prompt of 96 tokens: "
         f"hiddenlab cascade plan --tokens 96 {options}"
