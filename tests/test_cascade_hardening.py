@@ -155,9 +155,10 @@ def test_nodes_see_no_token_and_no_layer_of_the_client(tiny: TinyPath, tmp_path:
         "what nodes see of this", Backend(model=path, harden=ENDS), alpha=2, c=2, symmetric=True,
         record=f"{folder}-both",
     )  # fmt: skip
-    assert both["worst"]["status"] == NOT_PRIVATE and "--layer 2 --stream v" in both["attack"]
-    (name,) = [word for word in both["attack"].split() if word.endswith(".safetensors")]
-    rows = [o for o in load_observations(name) if o.info.site == Site(2, "v")]
+    assert both["worst"]["status"] == NOT_PRIVATE and "--attack partial-sums" in both["attack"]
+    rows = [
+        o for o in load_observations(f"{folder}-both/AttnNode-0-1.safetensors") if o.info.site == Site(2, "v")
+    ]
     assert len(rows[0].states) == len("what nodes see of this")
     noisy = "client:first=1,last=1|noise:sigma=0.1"
     away = run(

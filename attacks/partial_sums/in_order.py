@@ -129,7 +129,12 @@ class _Prompt:
         step = self._step(position)
         if step is None:
             return None
-        heads = [g for g, room in enumerate(step.room) if room]
+        # A head whose sums span less, since a weight is near 0 or two keys have one value vector, may leave a right
+        # one outside.
+        full = [g for g, (_, basis) in enumerate(step.spans) if len(basis) == len(step.new)]
+        if sum(step.room[g] for g in full) < ROOM:
+            full = list(range(len(step.spans)))
+        heads = [g for g in full if step.room[g]]
         # A value vector that is a known one's, as of a prompt of one token again and again, tells nothing.
         return lambda keys, values: step.outside(values)[:, heads].nan_to_num(1.0).mean(1)
 

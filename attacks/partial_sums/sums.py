@@ -14,7 +14,7 @@ from hiddenlab.matching.first_layer import AttentionHeads
 from hiddenlab.sharding import rows_for_span
 from hiddenlab.types import Observation
 
-NOISE = 1e-4  # singular values below this share of the largest are rounding
+NOISE = 1e-6  # singular values below this share of the largest are rounding
 BESIDE_KNOWN = 3e-7  # the same where mixes of known value vectors are removed from normalized outputs
 KNOWN = (
     1e-9  # the same of these mixes; and what of a value vector's square they must leave, to be told from them
