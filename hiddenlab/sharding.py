@@ -338,18 +338,21 @@ def _check_partition(tokens: int, parts: Sequence[Positions], what: str) -> None
         raise InputError(f"no {what} holds token {missing[0]}{more}")
 
 
-def rows_for_span(rows: int, per_row: int, known: int, unknown: int, width: int) -> int:
-    """Return how many of some rows' attention outputs of layer 1 name the tokens that they mix; 0 where none do.
+ROOM = 4  # directions of each key/value head in which a wrong token must show, where tokens are read in order
+
+
+def rows_for_span(rows: int, per_row: int, known: int, unknown: int, width: int, room: int = 1) -> int:
+    """Return how many of some rows' attention outputs name the tokens that they mix; 0 where none do.
 
     Each row gives an equation for each query head of a key/value head, of which there must be as many as unknown
     tokens. It also brings a mix of known value vectors, of unknown share. The unknown value vectors and these mixes
-    must leave a direction in which a wrong token shows (``attacks/partial_sums``).
+    must leave directions in which a wrong token shows (``attacks/partial_sums``).
 
     Args:
         rows: that see the same unknown tokens. per_row: query heads of a key/value head. known, unknown: tokens that
-            they see. width: of a value vector.
+            they see. width: of a value vector. room: how many directions must be left.
     """
     for used in range(rows, 0, -1):
-        if unknown <= used * per_row and unknown + min(known, used * per_row) < width:
+        if unknown <= used * per_row and unknown + min(known, used * per_row) <= width - room:
             return used
     return 0

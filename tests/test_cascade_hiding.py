@@ -15,23 +15,13 @@ from hiddenlab.defenses.cascade import hiding as module
 from hiddenlab.defenses.cascade.exposure import (
     NOT_MEASURED,
     NOT_PRIVATE,
-    OWN,
     attack_on,
     evidence_lines,
     in_order,
-    summary,
     verdicts,
 )
 from hiddenlab.defenses.cascade.hardening import Hardening
-from hiddenlab.defenses.cascade.hiding import (
-    MEASURED,
-    PROMPTS,
-    READINGS,
-    Measured,
-    Reading,
-    described,
-    hiding,
-)
+from hiddenlab.defenses.cascade.hiding import MEASURED, Measured, described, hiding
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Setting, row_of
 from hiddenlab.eval.tables.hardening import ON_CRYPTEN, hardening
@@ -97,39 +87,15 @@ def test_where_nothing_hides_enough_that_is_said(monkeypatch: pytest.MonkeyPatch
     assert none.startswith("none of 1 hardening") and "below the cost" in none
 
 
-def test_readings_are_those_of_the_stored_tables() -> None:
-    rows = [
-        row
-        for name in ("hardened-shards.json", "hardened-shards-single.json")
-        for row in json.loads((TABLES / name).read_text())["rows"]
-        if row["keys"]["nodes"] == 1
-    ]
-    found = []
-    for row in rows:
-        keys, beyond = row["keys"], row["figures"]["beyond_control"]
-        assert beyond["n"] == PROMPTS
-        figures = (beyond["value"], beyond["high"], row["figures"]["held_token_accuracy"]["value"])
-        found.append(
-            Reading(
-                keys["first layers"],
-                keys["last layers"],
-                keys["alpha"],
-                keys["c"],
-                *(round(x, 4) for x in figures),
-            )
-        )
-    assert tuple(found) == READINGS
-
-
 @pytest.mark.parametrize(
     ("spec", "alpha", "c", "tokens", "status", "evidence"),
     [
         ("client:first=4,last=4", 8, 8, 96, NOT_PRIVATE, "sums behind layers"),
         ("client:first=7,last=1|secret-maps", 8, 1, 30, NOT_PRIVATE, "sums behind layers"),
         ("client:first=4,last=4|masked-sums", 4, 8, 96, NOT_PRIVATE, "outputs behind layers"),
-        ("client:first=4,last=4|masked-sums", 8, 8, 96, OWN, None),
-        ("client:first=2,last=1|masked-sums", 8, 8, 96, NOT_MEASURED, None),
-        ("client:first=4,last=4|masked-sums", 8, 8, 97, NOT_MEASURED, None),
+        ("client:first=4,last=4|masked-sums", 8, 8, 96, NOT_MEASURED, None),
+        # The sums of 17 rows span 34 + 17 of 64 directions, of more rows too many.
+        ("client:first=1,last=1|masked-sums", 2, 17, 68, NOT_PRIVATE, "outputs behind layers"),
         ("client:first=4,last=4|noise:sigma=0.03", 4, 8, 96, NOT_MEASURED, None),
     ],
 )
@@ -141,12 +107,10 @@ def test_a_plan_behind_layers_of_the_client_says_what_was_measured(
     comp = found[alpha // 2]
     assert (comp.status, comp.evidence) == (status, evidence)
     before = plan.shards[alpha // 2][-1] + 1 - comp.own
-    assert comp.others + comp.not_measured + comp.attacked == before
+    assert comp.others + comp.not_measured == before
     assert comp.others == (before if evidence else 0)
-    told = any("hiddenlab eval hardened-shards" in line for line in evidence_lines(found, hardening))
-    assert told == (status == OWN)
-    if told:
-        assert any("beyond a guess (at most" in line for line in summary(found))
+    lines = evidence_lines(found, hardening)
+    assert not evidence or any("hiddenlab eval hardening" in line for line in lines)
     if evidence:
         assert attack_on(plan, comp, hardening.first_layer) == (
             "partial-sums",

@@ -101,7 +101,7 @@ def test_a_recorded_request_is_read(tiny: TinyPath, tmp_path: Path) -> None:
 def test_what_it_cannot_use(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1, "attn")
     states, _ = Channel.parse([]).release(model, [1, 2, 3], torch.Generator())
-    with pytest.raises(NotApplicableError, match="combined view of the first layer"):
+    with pytest.raises(NotApplicableError, match="is no combined view of a CompNode"):
         PartialSums().fit(states.info, model).recover(states)
     observation = view(tiny_model, "llama", tokens_of(6), Plan.clustered(6, 1, alpha=2), 1)
     facts = {**observation.info.facts, "heads": 5}

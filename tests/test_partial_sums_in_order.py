@@ -182,7 +182,9 @@ def test_what_it_cannot_use(tiny: TinyPath, tiny_model: LoadModel, tmp_path: Pat
     model = tiny_model("llama", 2, "attn")
     tokens = tokens_of(12)
     many = view(tiny_model, "llama", tokens, Plan.clustered(12, 1, alpha=12), 11, masked=True)
-    with pytest.raises(NotApplicableError, match="take --attack shard-reading"):
+    with pytest.raises(
+        NotApplicableError, match="too few rows show the token at position 0; --attack shard-reading"
+    ):
         recover(model, many)
     few = recover(model, view(tiny_model, "llama", tokens, Plan.clustered(12, 2, alpha=3), 2), budget=1)
     assert "left out: no token that was tried" in few.stop_reason and len(few.ids) < 12

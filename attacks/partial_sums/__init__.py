@@ -120,11 +120,13 @@ class PartialSums(Attack):
         positions, missing = sorted(found.tokens), view.positions[-1] + 1 - len(view.positions)
         left_out = view.positions[-1] + 1 - len(positions)
         if view.divisor is None and missing and not any(p not in view.row_of for p in positions):
+            if isinstance(reads, Reader):
+                raise NotApplicableError(
+                    f"{found.stopped}; --attack shard-reading reads rows, with --stream resid"
+                )
             raise NotApplicableError(
                 f"the attention output of a row names at most {count_of(layer.groups, 'token')} before it, and each "
-                "gap has more for its rows; take --attack "
-                + ("shard-reading" if isinstance(reads, Reader) else "missing-tokens")
-                + " on --stream resid"
+                "gap has more for its rows; take --attack missing-tokens on --stream resid"
             )
         tokens = tuple(
             TokenPrediction(
@@ -162,8 +164,8 @@ def _check(info: ObservationInfo) -> None:
     """
     if not {"heads", "own"} <= set(info.facts) or info.positions is None:
         raise NotApplicableError(
-            "this attack reads a CompNode's combined view of the first layer that nodes compute (--stream attn of "
-            "'cascade run --record')"
+            f"{info.site} is no combined view of a CompNode: that is --stream attn at the first layer that nodes "
+            "compute, which is 1, or 5 behind --harden client:first=4 ('cascade run --record' names the command)"
         )
     if info.channel:
         raise NotApplicableError(

@@ -8,6 +8,7 @@ space of the unknown value vectors, and only the right token's lies in it. A tok
 row. No paper describes this.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,12 +23,13 @@ from hiddenlab.matching.inner_layer import InnerLayer
 from hiddenlab.matching.ranking import Continuations, LazyModel
 from hiddenlab.models import Prefix
 from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.sharding import ROOM
 from hiddenlab.types import Progress
 
-# Share of a square that the right token leaves outside; on the built-in model it is up to 1e-4, and a wrong token's
-# from 0.03 on (docs/log/055-sums-behind-the-client.md).
-WITHIN = 1e-3
-ROOM = 8  # directions in which a wrong token must show, over all key/value heads
+# Share of a square that the right token leaves outside, at most. Below the first limit a token is taken at once. Up to
+# the second one, others are run too, since the next token of a cluster may lie as near (docs/log/055).
+SURE, WITHIN = 1e-5, 1e-3
+APART = 30.0  # how many times as much the next best of all tokens leaves where a token between the limits is verified
 WEIGHT = 2.0  # of a standard deviation nearer to the span, beside a nat of the language model's
 CHUNKS = (16, 64, 512, 4096)  # candidates that are run at once, before all others
 TEXT = 16  # tokens of own text behind which the vocabulary's value vectors are tabulated
@@ -95,21 +97,31 @@ class _Prompt:
             self.found.stopped = f"too few rows show the token at position {position}"
             return
         order = self._likeliest(test)[: self.reader.budget]
+        best, second, chosen = math.inf, math.inf, 0
+        tried = order[:0]
         for tokens in _chunks(order):
-            keys, values = self.reader.layer.branch(self.prefix, tokens)
-            left = test(keys, values)
-            best = int(left.argmin())
-            self.found.tried[position] = self.found.tried.get(position, 0) + len(tokens)
-            if float(left[best]) < WITHIN:
-                self.prefix.commit(best)
-                self.tokens.append(int(tokens[best]))
-                if position not in self.rows:
-                    self.keys[position], self.values[position] = keys[best], values[best]
-                self.found.tokens[position] = self.tokens[-1]
-                self.found.left[position] = float(left[best])
-                self.found.verified[position] = True
-                return
-        self.found.stopped = f"no token that was tried explains the sums at position {position}"
+            left = test(*self.reader.layer.branch(self.prefix, tokens))
+            tried = torch.cat([tried, tokens])
+            least = left.topk(min(2, len(left)), largest=False)
+            best, second = sorted([best, second, *least.values.tolist()])[:2]
+            if float(least.values[0]) == best:
+                chosen = int(tokens[least.indices[0]])
+            if best < SURE:
+                break
+        self.found.tried[position] = len(tried)
+        if best >= WITHIN:
+            why = "16 bits are too coarse, and noise is not read"
+            self.found.stopped = f"no token that was tried explains the sums at position {position} ({why})"
+            return
+        keys, values = self.reader.layer.branch(self.prefix, order.new_tensor([chosen]))
+        self.prefix.commit(0)
+        self.tokens.append(chosen)
+        if position not in self.rows:
+            self.keys[position], self.values[position] = keys[0], values[0]
+        self.found.tokens[position], self.found.left[position] = chosen, best
+        # What rests on a token that may be wrong verifies nothing.
+        alone = len(tried) == self.reader.layer.model.vocab_size and best * APART < second
+        self.found.verified[position] = (best < SURE or alone) and all(self.found.verified.values())
 
     def _likeliest(self, test: Test) -> Int[Tensor, " v"]:
         """Return the vocabulary, the likeliest tokens first, by the language model and by a test of the table."""
@@ -132,9 +144,7 @@ class _Prompt:
         # A head whose sums span less, since a weight is near 0 or two keys have one value vector, may leave a right
         # one outside.
         full = [g for g, (_, basis) in enumerate(step.spans) if len(basis) == len(step.new)]
-        if sum(step.room[g] for g in full) < ROOM:
-            full = list(range(len(step.spans)))
-        heads = [g for g in full if step.room[g]]
+        heads = [g for g in full or range(len(step.spans)) if step.room[g] >= ROOM]
         # A value vector that is a known one's, as of a prompt of one token again and again, tells nothing.
         return lambda keys, values: step.outside(values)[:, heads].nan_to_num(1.0).mean(1)
 
@@ -165,8 +175,9 @@ class _Prompt:
                 self.keys[known],
                 self.values[known],
                 new,
+                ROOM,
             )
-            if step is not None and sum(step.room) >= ROOM:
+            if step is not None and max(step.room) >= ROOM:
                 return step
         return None
 

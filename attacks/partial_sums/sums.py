@@ -165,6 +165,7 @@ def step_of(
     keys: Float[Tensor, "n k"],
     values: Float[Tensor, "n v"],
     new: list[int],
+    room: int = 1,
 ) -> Step | None:
     """Return what some rows show of the new keys of a shard, without the contributions of known keys.
 
@@ -172,7 +173,7 @@ def step_of(
 
     Args:
         index: of the key shard. queries: of these rows. places, keys, values: of the shard's known keys. new: positions
-            of its unknown keys that the rows see.
+            of its unknown keys that the rows see. room: see ``rows_for_span``.
     """
     positions = [view.positions[row] for row in rows]
     sees = view.sees[index, rows].T[..., None]
@@ -189,7 +190,7 @@ def step_of(
     # Weights are relative to those of the known keys together; a row's own is always one of them.
     scale = scores.logsumexp(2)
     known = (scores - scale[..., None]).exp() @ mixed
-    count = rows_for_span(len(rows), layer.groups, len(places), len(new), shown.shape[2] - 1)
+    count = rows_for_span(len(rows), layer.groups, len(places), len(new), shown.shape[2] - 1, room)
     if not count:
         return None
     left, spanning, removed = shown - known, shown[:, -count:], known[:, -count:]

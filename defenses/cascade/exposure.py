@@ -12,10 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from hiddenlab.defenses.cascade.hardening import NOT_HARDENED, SHARE_NODES, Hardening
-from hiddenlab.defenses.cascade.hiding import LONGEST, PROMPTS, READING, Reading, reading
 from hiddenlab.defenses.cascade.node_state import attn_name, comp_name
 from hiddenlab.errors import InputError
-from hiddenlab.sharding import AttnNode, Plan, Positions, rows_for_span
+from hiddenlab.sharding import ROOM, AttnNode, Plan, Positions, rows_for_span
 from hiddenlab.text import count_of
 
 NOT_PRIVATE = "NOT PRIVATE"
@@ -31,7 +30,6 @@ GAP_PER_ROW = (
     7  # missing tokens for each row behind them: gaps of 7, of 28 behind 4 rows, of 56 behind 8 rows
 )
 MOST_ROWS = 8
-LITTLE = 0.05  # share of others' tokens beyond a guess below which a node is said to read its own only
 GAP_AT_ATTN = 3  # missing tokens before a row of keys and values
 # Query heads of a key/value head, and numbers of a value vector, of the built-in model, where no other is known.
 PER_ROW, VALUE_WIDTH = 3, 64
@@ -62,10 +60,10 @@ EVIDENCE = {
         "hiddenlab eval partial-sums --limit 5 --set masked=true",
     ),
     "sums behind layers": Evidence(
-        "partial-sums", "partial sums behind the client's layers", 1.0, 20, "hiddenlab eval hardening"
+        "partial-sums", "partial sums behind the client's layers (float32)", 1.0, 20, "hiddenlab eval hardening"
     ),
     "outputs behind layers": Evidence(
-        "partial-sums", "attention outputs behind the client's layers", 1.0, 20, "hiddenlab eval hardening"
+        "partial-sums", "attention outputs behind the client's layers (float32)", 1.0, 20, "hiddenlab eval hardening"
     ),
     "missing tokens": Evidence(
         "missing-tokens", "gaps between rows at layer 1", 0.936, 20,
@@ -97,8 +95,6 @@ class Verdict:
             a measured attack reads. not_measured: other tokens that reach it, for which no attack was measured; they
             may be readable. tokens: of the prompt. The rest does not reach it.
         evidence: the key of ``EVIDENCE`` of the attack that reads ``others``; None where none does.
-        attacked: other tokens that reach it, on which an attack was measured that has to guess. beyond, at_most: the
-            share of these that it reads beyond a language model's guess, and the end of its 95 % interval.
     """
 
     node: str
@@ -108,9 +104,6 @@ class Verdict:
     not_measured: int
     tokens: int
     evidence: str | None = None
-    attacked: int = 0
-    beyond: float | None = None
-    at_most: float | None = None
 
     @property
     def read(self) -> int:
@@ -120,7 +113,7 @@ class Verdict:
     @property
     def reached(self) -> int:
         """The number of tokens that reach the node in any form."""
-        return self.read + self.not_measured + self.attacked
+        return self.read + self.not_measured
 
     @property
     def comp(self) -> bool:
@@ -156,8 +149,6 @@ def verdicts(
     comps = [_comp(plan, i, i in client, hardening, heads) for i in range(plan.alpha)]
     attns = [_attn(plan, node) for node in plan.attn_nodes]
     if hardening.first_layer:
-        if (known := reading(plan, hardening)) is not None:
-            comps = [_guessed(one, known) for one in comps]
         # One stream must show all rows: what is split over queries and values was not measured.
         attns = [
             _unmeasured(one, max(map(len, given)) == one.own and any(map(_gapless, given)))
@@ -196,16 +187,6 @@ def _unmeasured(verdict: Verdict, all_rows: bool) -> Verdict:
     )
 
 
-def _guessed(verdict: Verdict, known: Reading) -> Verdict:
-    """Return the verdict on a CompNode behind layers of the client, of whose plan reading was measured."""
-    if verdict.status != NOT_MEASURED:
-        return verdict
-    return replace(
-        verdict, status=OWN if known.at_most < LITTLE else NOT_PRIVATE, not_measured=0, attacked=verdict.not_measured,
-        beyond=known.others, at_most=known.at_most,
-    )  # fmt: skip
-
-
 def _behind_maps(plan: Plan, verdict: Verdict, first_layer: int) -> Verdict:
     """Return the verdict on an AttnNode that is given rows in secret coordinates.
 
@@ -239,8 +220,8 @@ def _comp(plan: Plan, node: int, client: bool, hardening: Hardening, heads: tupl
 
 def _attacks_on(plan: Plan, node: int, hardening: Hardening, heads: tuple[int, int]) -> dict[str, list[int]]:
     """Return the tokens of other nodes that each attack on a CompNode reads, by the key of ``EVIDENCE``."""
-    rows = plan.shards[node]
-    masked = outputs_read(rows, *heads) if hardening.masked_sums is not None else None
+    rows, room = plan.shards[node], ROOM if hardening.first_layer else 1
+    masked = outputs_read(rows, *heads, room) if hardening.masked_sums is not None else None
     if hardening.noise is not None:  # values are not exact then, and no attack on sums was written
         return {}
     if hardening.first_layer:
@@ -287,19 +268,21 @@ def sums_read(plan: Plan, node: int) -> list[int]:
     return sorted(read)
 
 
-def outputs_read(rows: Positions, per_row: int = PER_ROW, width: int = VALUE_WIDTH) -> list[int]:
-    """Return the tokens of other nodes that a CompNode reads from attention outputs of the first layer, as measured.
+def outputs_read(
+    rows: Positions, per_row: int = PER_ROW, width: int = VALUE_WIDTH, room: int = 1
+) -> list[int]:
+    """Return the tokens of other nodes that a CompNode reads from attention outputs, as measured.
 
     Gaps that have more tokens than equations are open until some later rows have enough for all of them.
 
     Args:
-        rows: of the node. per_row, width: see ``hiddenlab.sharding.rows_for_span``.
+        rows: of the node. per_row, width, room: see ``hiddenlab.sharding.rows_for_span``.
     """
     read, missing, next_one = list[int](), list[int](), 0
     for cluster in _clusters(rows):
         missing += range(next_one, cluster[0])
         next_one = cluster[-1] + 1
-        if rows_for_span(len(cluster), per_row, next_one - len(missing), len(missing), width):
+        if rows_for_span(len(cluster), per_row, next_one - len(missing), len(missing), width, room):
             read, missing = read + missing, []
     return read
 
@@ -361,8 +344,6 @@ def attack_on(plan: Plan, verdict: Verdict, first_layer: int = 0) -> tuple[str, 
         if attack == "partial-sums":
             return attack, first_layer + 1, "attn"
         return attack, 1, "resid"
-    if verdict.at_most is not None:
-        return "shard-reading", first_layer, "resid"
     # Its own tokens: from states, or from whatever an AttnNode is given.
     if verdict.comp:
         return "vocab-match", max(1, first_layer), "resid"
@@ -431,11 +412,6 @@ def sentence(group: Sequence[Verdict]) -> str:
             f"{read} all tokens before {its} last row, {_range(v.read for v in group)} of {one.tokens:,} "
             f"({EVIDENCE[one.evidence or ''].at})"
         )
-    if one.at_most is not None:
-        what += (
-            f"; of the {_range(v.attacked for v in group)} earlier ones that reach {'them' if many else 'it'} an "
-            f"attack names {max(0.0, one.beyond or 0.0):.1%} beyond a guess (at most {one.at_most:.1%})"
-        )
     if one.not_measured and one.status != CLIENT:
         what += f"; {_range(v.not_measured for v in group)} earlier ones reach {'them' if many else 'it'}, not measured"
     return f"{who} {what}: {one.status}"
@@ -488,9 +464,4 @@ def evidence_lines(found: Sequence[Verdict], hardening: Hardening = NOT_HARDENED
         f"{it.at}: {100 * it.figure:g} % read, {it.prompts} prompts ({it.command})"
         for it in (EVIDENCE[key] for key in used)
     ]
-    if any(one.at_most is not None for one in found):
-        lines.append(
-            f"others' tokens beyond a guess: shard-reading on the CompNode in the middle, built-in model, {PROMPTS} "
-            f"prompts of up to {LONGEST} tokens ({READING})"
-        )
     return lines

@@ -4,14 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hiddenlab.defenses.cascade.hardening import ClientLayers, Hardening
 from hiddenlab.errors import InputError
-from hiddenlab.sharding import Plan
 from hiddenlab.text import count_of
 
 COMMAND = "hiddenlab eval hardening"
-READING = "hiddenlab eval hardened-shards"
-LONGEST, PROMPTS = 96, 20  # tokens of a prompt and prompts of which reading was measured
 
 
 @dataclass(frozen=True)
@@ -47,63 +43,6 @@ MEASURED = (
     Measured("client:first=4,last=4|secret-maps|masked-sums", 4, 8, 0.0118, 0.0268, 0.9568, 8.8, 0.417, 20),
     Measured("shares", 4, 8, 0.0, 0.0, 0.0, 5.57, 0.23, 0),
 )
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What ``shard-reading`` makes of the CompNode in the middle of a plan, on the built-in model.
-
-    Attributes:
-        first, last: layers of the client. alpha, c: of the plan. others, at_most: share of others' tokens that it reads
-            beyond a control, and the end of its 95 % interval. own: share of its own tokens that it reads.
-    """
-
-    first: int
-    last: int
-    alpha: int
-    c: int
-    others: float
-    at_most: float
-    own: float
-
-
-READINGS = (
-    Reading(1, 1, 2, 8, -0.0212, 0.0, 0.9989),
-    Reading(2, 2, 2, 8, 0.0024, 0.0281, 0.9956),
-    Reading(4, 4, 2, 8, -0.0024, 0.0195, 0.9694),
-    Reading(8, 8, 2, 8, -0.0035, 0.0285, 0.8635),
-    Reading(1, 1, 4, 8, 0.0268, 0.0606, 1.0),
-    Reading(2, 2, 4, 8, 0.0276, 0.0606, 0.9914),
-    Reading(4, 4, 4, 8, 0.0034, 0.0184, 0.9546),
-    Reading(8, 8, 4, 8, 0.0025, 0.0189, 0.8272),
-    Reading(1, 1, 8, 8, 0.0, 0.0, 1.0),
-    Reading(2, 2, 8, 8, 0.0063, 0.0142, 0.9875),
-    Reading(4, 4, 8, 8, 0.0047, 0.0095, 0.95),
-    Reading(8, 8, 8, 8, 0.0, 0.0047, 0.8313),
-    Reading(4, 4, 2, 1, 0.1338, 0.218, 0.9317),
-    Reading(4, 4, 4, 1, 0.1498, 0.1877, 0.9113),
-)
-
-
-def reading(plan: Plan, hardening: Hardening) -> Reading | None:
-    """Return what was measured of rows behind layers of the client; None where it was not.
-
-    It counts where nothing else of others reaches a CompNode: with masked sums and without noise, whose sums and rows
-    were not attacked together. Secret maps concern AttnNodes alone.
-    """
-    if hardening.client is None or hardening.masked_sums is None:
-        return None
-    if hardening.noise is not None or plan.tokens > LONGEST:
-        return None
-    return next(
-        (
-            one
-            for one in READINGS
-            if hardening.client == ClientLayers(one.first, one.last)
-            and plan.shards == Plan.clustered(plan.tokens, one.c, alpha=one.alpha).shards
-        ),
-        None,
-    )
 
 
 def hiding(share: float, known: Sequence[Measured] | None = None) -> list[Measured]:

@@ -309,8 +309,8 @@ def serve(
     shares = nodes.hardening.shares is not None
     if harden is not None and not shares:
         raise InputError(
-            f"CompNodes read a prompt behind --harden {harden!r} as well (hiddenlab eval hardening), or nobody tried; "
-            "serve takes --harden shares alone, and cascade run takes all"
+            f"serve takes --harden shares alone: behind {harden!r} CompNodes read prompts, or no attack was tried; "
+            "hiddenlab cascade plan --harden says which"
         )
     screen = stdout()
     stderr().print(_what_nodes_read(alpha, c, m, symmetric, shares), soft_wrap=True)
