@@ -328,7 +328,7 @@ def test_a_node_with_all_rows_up_to_its_last_is_not_private_behind_the_clients_l
     assert status["AttnNode (0, 1)"] == status["AttnNode (1, 1)"] == NOT_MEASURED
     # Values at layers 1 and 2 are not what these nodes get.
     assert [line.partition(":")[0] for line in result["evidence"]] == [
-        "partial sums behind the client's layers (float32)"
+        "partial sums behind the client's layers, in float32"
     ]
     (sent,) = [one["sentence"] for one in result["verdicts"] if one["node"] == "AttnNode (1, 1)"]
     assert "gets q, k or v of 3 of 6 tokens" in sent

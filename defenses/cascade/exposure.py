@@ -60,10 +60,10 @@ EVIDENCE = {
         "hiddenlab eval partial-sums --limit 5 --set masked=true",
     ),
     "sums behind layers": Evidence(
-        "partial-sums", "partial sums behind the client's layers (float32)", 1.0, 20, "hiddenlab eval hardening"
+        "partial-sums", "partial sums behind the client's layers, in float32", 1.0, 20, "hiddenlab eval hardening"
     ),
     "outputs behind layers": Evidence(
-        "partial-sums", "attention outputs behind the client's layers (float32)", 1.0, 20, "hiddenlab eval hardening"
+        "partial-sums", "attention outputs behind the client's layers, in float32", 1.0, 20, "hiddenlab eval hardening"
     ),
     "missing tokens": Evidence(
         "missing-tokens", "gaps between rows at layer 1", 0.936, 20,

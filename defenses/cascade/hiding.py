@@ -77,11 +77,10 @@ def described(share: float) -> dict[str, Any]:
     if not fit:
         lines = [f"none {of} leaves {less}, below the cost of computing everything at the client."]
     else:
-        rest = " Choose by the client's work as well:" if len(fit) > 1 else ""
-        lines = [
-            f"{len(fit)} {of} {'leave' if len(fit) > 1 else 'leaves'} {less}: in least time --harden "
-            f"{fit[0].harden!r}.{rest}"
-        ]
+        choice = f"--harden {fit[0].harden!r}."
+        if len(fit) > 1:
+            choice = f"in least time {choice} Choose by the client's work as well:"
+        lines = [f"{len(fit)} {of} {'leave' if len(fit) > 1 else 'leaves'} {less}: {choice}"]
         lines += [_sentence(one) for one in fit]
     return {"share": share, "measured": len(MEASURED), "fit": [asdict(one) for one in fit], "lines": lines}
 
