@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiddenlab.attacks.partial_sums import PartialSums
+from hiddenlab.attacks.partial_sums import in_order as module
 from hiddenlab.attacks.partial_sums.sums import View, step_of
 from hiddenlab.defenses.cascade import command
 from hiddenlab.defenses.cascade.exposure import in_order, sums_read
@@ -178,7 +179,7 @@ def test_a_recorded_request_is_read_behind_layers_of_the_client(tiny: TinyPath, 
         assert ("heads" in later.info.facts) == (harden == HARDEN) and "own" not in later.info.facts
 
 
-def test_what_it_cannot_use(tiny: TinyPath, tiny_model: LoadModel, tmp_path: Path) -> None:
+def test_what_it_cannot_use(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2, "attn")
     tokens = tokens_of(12)
     many = view(tiny_model, "llama", tokens, Plan.clustered(12, 1, alpha=12), 11, masked=True)
@@ -188,6 +189,28 @@ def test_what_it_cannot_use(tiny: TinyPath, tiny_model: LoadModel, tmp_path: Pat
         recover(model, many)
     few = recover(model, view(tiny_model, "llama", tokens, Plan.clustered(12, 2, alpha=3), 2), budget=1)
     assert "left out: no token that was tried" in few.stop_reason and len(few.ids) < 12
+
+
+def test_a_cluster_without_an_end_verifies_nothing(
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokens of four are found; whether they stand in their places is not known before the others are."""
+    tokens, model = tokens_of(12), tiny_model("llama", 2, "attn")
+    observation = view(tiny_model, "llama", tokens, Plan.clustered(12, 4, alpha=3), 2)
+    go_on = module._Prompt.go_on
+
+    def stop_early(prompt: module._Prompt, position: int) -> None:
+        if position == 6:
+            prompt.found.stopped = "here"
+        else:
+            go_on(prompt, position)
+
+    monkeypatch.setattr(module._Prompt, "go_on", stop_early)
+    found = recover(model, observation)
+    assert found.ids == tokens[:6] and [one.verified for one in found.tokens] == [True] * 4 + [False] * 2
+
+
+def test_wrong_options_and_noise_are_refused(tiny: TinyPath, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="at least 1"):
         PartialSums(budget=0)
     path = tiny("llama", tokenizer=True)

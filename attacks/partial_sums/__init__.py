@@ -52,7 +52,8 @@ class PartialSums(Attack):
 
     Behind layers of the client the tokens are found one after another. Candidates are run behind the tokens before, and
     the value vector of the right one lies in the span of the sums: their distance is the share of its square outside.
-    The first token that too few rows show ends the attack.
+    The first token that too few rows show ends the attack. Tokens of a cluster that it leaves unfinished are not
+    verified.
 
     Knows: the weights, the plan, what the node holds and receives. Does not know: other nodes' rows.
 

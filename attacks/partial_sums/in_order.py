@@ -67,17 +67,22 @@ class Reader:
             prompt.go_on(position)
             if prompt.found.stopped:
                 break
-        return prompt.found
+        return prompt.checked()
 
 
 @dataclass
 class _Prompt:
-    """One prompt, of which the first tokens are known."""
+    """One prompt, of which the first tokens are known.
+
+    Attributes:
+        unfinished: by key shard, the first position of a cluster of which not all tokens are found.
+    """
 
     view: View
     reader: Reader
     tokens: list[int] = field(default_factory=list)
     found: Found = field(default_factory=lambda: Found({}, {}, {}))
+    unfinished: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         layer, view = self.reader.layer, self.view
@@ -88,6 +93,7 @@ class _Prompt:
         self.keys, self.values = k.new_zeros(size, k.shape[1]), v.new_zeros(size, v.shape[1])
         self.keys[view.positions], self.values[view.positions] = k, v
         self.prefix: Prefix = layer.model.prefix()
+        self.left = 0  # unknown tokens of the cluster that was looked at last
         self.following = Continuations(self.reader.speaker, layer.model.special_ids)
 
     def go_on(self, position: int) -> None:
@@ -110,8 +116,8 @@ class _Prompt:
                 break
         self.found.tried[position] = len(tried)
         if best >= WITHIN:
-            why = "16 bits are too coarse, and noise is not read"
-            self.found.stopped = f"no token that was tried explains the sums at position {position} ({why})"
+            coarse = "numbers of 16 bits are too coarse for it"
+            self.found.stopped = f"no token that was tried explains position {position}; {coarse}"
             return
         keys, values = self.reader.layer.branch(self.prefix, order.new_tensor([chosen]))
         self.prefix.commit(0)
@@ -122,6 +128,26 @@ class _Prompt:
         # What rests on a token that may be wrong verifies nothing.
         alone = len(tried) == self.reader.layer.model.vocab_size and best * APART < second
         self.found.verified[position] = (best < SURE or alone) and all(self.found.verified.values())
+
+        if position not in self.rows:
+            self.unfinished.setdefault(self._shard(position), position)
+            if self.left == 1:
+                del self.unfinished[self._shard(position)]
+
+    def checked(self) -> Found:
+        """Return what was found; from the first cluster on that has no end, no token counts as verified.
+
+        Far from a prompt's beginning, a later token of the same cluster may lie in the span as well. Its weights are
+        not those of its place, so that the cluster does not end with one token that explains what is left.
+        """
+        first = min(self.unfinished.values(), default=len(self.tokens))
+        for position in self.found.verified:
+            self.found.verified[position] &= position < first
+        return self.found
+
+    def _shard(self, position: int) -> int:
+        """Return the key shard that holds a position."""
+        return next(i for i, keys in enumerate(self.view.shards) if position in keys)
 
     def _likeliest(self, test: Test) -> Int[Tensor, " v"]:
         """Return the vocabulary, the likeliest tokens first, by the language model and by a test of the table."""
@@ -141,6 +167,7 @@ class _Prompt:
         step = self._step(position)
         if step is None:
             return None
+        self.left = len(step.new)
         # A head whose sums span less, since a weight is near 0 or two keys have one value vector, may leave a right
         # one outside.
         full = [g for g, (_, basis) in enumerate(step.spans) if len(basis) == len(step.new)]
@@ -151,7 +178,8 @@ class _Prompt:
     def _step(self, position: int) -> Step | None:
         """Return the sums of the first rows behind a position that show it, and have room for a wrong token to show."""
         view, layer = self.view, self.reader.layer
-        index, shard = next((i, keys) for i, keys in enumerate(view.shards) if position in keys)
+        index = self._shard(position)
+        shard = view.shards[index]
         behind = [row for row, place in enumerate(view.positions) if place > position]
         unknown = [s for s in shard if s >= position and s not in self.rows]
         rows = list[int]()
