@@ -45,7 +45,7 @@ Result = dict[str, Any]  # of the form ``CellResult``
 
 
 class Worded(NamedTuple):
-    """What a measure returns that says more than numbers; the words become further labels of the cell's row."""
+    """What a measure returns that says more than numbers; the words become columns of the cell's row."""
 
     figures: Figures
     words: dict[str, str]
@@ -358,7 +358,8 @@ def row_of(cell: Cell, result: Result) -> dict[str, Any]:
     """Return a row of the table: its labels, the measured figures and the paper's."""
     made = result.get("made", {})
     return {
-        "keys": {**cell.keys, **result.get("words", {})},
+        "keys": dict(cell.keys),
+        "words": result.get("words", {}),
         "figures": result.get("figures", {}),
         "paper": dict(cell.paper),
         "status": result.get("status", NOT_RUN),

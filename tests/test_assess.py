@@ -438,10 +438,10 @@ def test_a_cell_of_the_leaderboard_holds_the_verdict_and_what_was_read(
     )
     table = conduct("leaderboard", leaderboard(setting, "identity,zeros", minutes=0.2), tmp_path)
     open_, shut = table["rows"]
-    assert open_["keys"]["verdict"] == BROKEN and open_["keys"]["attack"] == "unsure"
-    assert open_["keys"]["recovered"] in "abcdefghijklmnopqrstuvwxyz"
+    assert open_["words"]["verdict"] == BROKEN and open_["words"]["attack"] == "unsure"
+    assert open_["words"]["recovered"] in "abcdefghijklmnopqrstuvwxyz"
     assert open_["figures"]["leak"]["value"] == 1 and shut["figures"]["leak"]["value"] < 0.1
-    assert "recovered" not in shut["keys"] or shut["figures"]["leak"]["value"] > 0
+    assert "recovered" not in shut["words"] or shut["figures"]["leak"]["value"] > 0
     kept = tmp_path / "cells" / open_["cell"]
     assert json.loads((kept / "assessment.json").read_text())["status"] == BROKEN
     assert conduct("leaderboard", leaderboard(setting, "identity,zeros", minutes=0.2), tmp_path) == table

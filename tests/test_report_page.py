@@ -288,7 +288,9 @@ def touched(path: Path) -> bool:
     return any(shown.crop(side).getextrema() != (255, 255) for side in sides)
 
 
-@pytest.mark.parametrize("name", ["detection-no-cache", "plans", "noise-utility", "gap-plans", "noise-001"])
+@pytest.mark.parametrize(
+    "name", ["detection-no-cache", "plans", "noise-utility", "gap-plans", "noise-001", "leaderboard-plain"]
+)
 def test_no_label_of_a_picture_is_cut(tmp_path: Path, name: str) -> None:
     stored = json.loads(next(path for path in STORED if path.stem == name).read_text(encoding="utf-8"))
     made = table_picture(stored, tmp_path)

@@ -59,9 +59,10 @@ class Figure(TypedDict):
 
 @with_config(CLOSED)
 class Row(TypedDict):
-    """A row of a table: its keys, the measured figures, and the paper's figures."""
+    """A row of a table: the keys that name it, what was found in words and in figures, and the paper's figures."""
 
     keys: dict[str, str | int | Finite | bool | None]
+    words: NotRequired[dict[str, str]]
     figures: dict[str, Figure]
     paper: dict[str, Finite | None]
     status: Literal["measured", "not run"]
@@ -90,7 +91,7 @@ class Table(TypedDict):
 
 @dataclass(frozen=True)
 class Grid:
-    """A table's cells as text; the first ``keys`` columns name the row, the last ``published`` ones are the paper's."""
+    """A table's cells as text: ``keys`` columns of words come first, ``published`` ones of the paper's figures last."""
 
     header: list[str]
     rows: list[list[str]]
@@ -107,6 +108,7 @@ def grid(table: Mapping[str, Any]) -> Grid:
     """
     rows: Sequence[Mapping[str, Any]] = table["rows"]
     keys = list(dict.fromkeys(key for row in rows for key in row["keys"]))
+    words = list(dict.fromkeys(word for row in rows for word in row.get("words", ())))
     names = [name for name in table["figures"] if any(name in row["figures"] for row in rows)]
     published = list(
         dict.fromkeys(key for row in rows for key, value in row["paper"].items() if value is not None)
@@ -115,6 +117,7 @@ def grid(table: Mapping[str, Any]) -> Grid:
     lines = []
     for row in rows:
         line = [_plain(row["keys"].get(key)) for key in keys]
+        line += [_plain(row.get("words", {}).get(word)) for word in words]
         line += [_with_interval(name, row["figures"].get(name)) for name in names]
         line += [_published(key, row["paper"].get(key)) for key in published]
         measured = row["status"] == "measured"
@@ -123,8 +126,9 @@ def grid(table: Mapping[str, Any]) -> Grid:
             status = "in part not run" if measured else "not run"
             reasons.append(f"{status}: {label}: {row['reason'] or 'not measured yet'}")
         lines.append(line)
-    header = [*keys, *(table["figures"][name] for name in names), *(PAPER + key for key in published)]
-    return Grid(header, lines, len(keys), len(published), list(dict.fromkeys(reasons)))
+    figures = (table["figures"][name] for name in names)
+    header = [*keys, *words, *figures, *(PAPER + key for key in published)]
+    return Grid(header, lines, len(keys) + len(words), len(published), list(dict.fromkeys(reasons)))
 
 
 def measured(cells: Grid) -> Grid:
