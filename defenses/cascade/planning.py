@@ -228,10 +228,13 @@ def make_plan(
                 "--symmetric out"
             )
         return Plan.clustered(tokens, tokens, alpha=1)
+    if sum(given is not None for given in (alpha, delta, shards)) != 1:
+        raise InputError(
+            "give exactly one of --alpha (number of CompNodes), --delta (distance from one cluster of a node to its "
+            "next) and --shards (positions by hand)"
+        )
     if shards is None:
         return Plan.clustered(tokens, c, alpha=alpha, delta=delta, m=m, symmetric=symmetric)
-    if alpha is not None or delta is not None:
-        raise InputError("give either shards by hand or the numbers of a (c, δ)-sharding")
     made = Plan.by_hand(parse_shards(shards), m=m, symmetric=symmetric)
     if made.tokens != tokens:
         raise InputError(f"the shards hold {made.tokens} tokens, not {tokens}")
