@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.errors import InputError
-from hiddenlab.secret_maps import with_map
+from hiddenlab.secret_maps import TurnedBlocks, with_turned_blocks
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 from hiddenlab.utils.random import orthogonal
@@ -80,7 +80,7 @@ class KvCloak(Stage):
             raise InputError(
                 f"kv-cloak hides the streams {', '.join(STREAMS)}, not {info.site.stream}; use --stream"
             )
-        return with_map(with_map(info, "columns"), "rows")
+        return with_turned_blocks(info, TurnedBlocks(self.heads, self.block, self.mask))
 
     def __repr__(self) -> str:
         return (

@@ -16,6 +16,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "planted": "hiddenlab.attacks.planted:Planted",
         "replaced-tokens": "hiddenlab.attacks.replaced_tokens:ReplacedTokens",
         "replay": "hiddenlab.attacks.replay:Replay",
+        "turned-blocks": "hiddenlab.attacks.turned_blocks:TurnedBlocks",
     },
     "defenses": {
         "identity": "hiddenlab.defenses.identity:Identity",

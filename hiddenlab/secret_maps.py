@@ -5,7 +5,7 @@ drawn anew for every row keeps the rows' norms alone. A square map that mixes ro
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from hiddenlab.errors import InputError, NotApplicableError
@@ -16,6 +16,47 @@ FACT = "secret_map"
 Invariant = Literal["gram", "norms", "span"]
 # What a map is of -> what it leaves. The order matters: of two maps of columns the later in this order is what remains.
 LEAVES: dict[str, Invariant] = {"columns": "gram", "each-row": "norms", "rows": "span"}
+
+TURNED = "turned_blocks"
+
+
+@dataclass(frozen=True)
+class TurnedBlocks:
+    """How rows of heads were hidden: pairs of coordinates turned, rows of a block mixed, drawn for each head.
+
+    Attributes:
+        heads: that stand side by side in a row. block: rows that were mixed at a time. offset: whether one row of each
+            block has a secret offset.
+    """
+
+    heads: int
+    block: int
+    offset: bool
+
+
+def with_turned_blocks(info: ObservationInfo, blocks: TurnedBlocks) -> ObservationInfo:
+    """Return public facts of rows whose coordinates were turned by pairs, and which were mixed by block."""
+    mapped = with_map(with_map(info, "columns"), "rows")
+    return replace(mapped, facts={**mapped.facts, TURNED: asdict(blocks)})
+
+
+def turned_blocks(info: ObservationInfo) -> TurnedBlocks | None:
+    """Return how rows were turned and mixed by block, None where they were not.
+
+    Raises:
+        InputError: the facts are malformed.
+    """
+    facts = info.facts.get(TURNED)
+    if facts is None:
+        return None
+    try:
+        made = TurnedBlocks(**facts)
+    except TypeError:
+        made = TurnedBlocks(0, 0, False)
+    numbers = (made.heads, made.block)
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers):
+        raise InputError(f"the fact {TURNED} holds heads and block from 1, and offset, not {facts!r}")
+    return made
 
 
 def with_map(info: ObservationInfo, of: str) -> ObservationInfo:
@@ -53,6 +94,8 @@ def invariant_of(info: ObservationInfo) -> Invariant | None:
     if "rows" in maps and (len(set(maps)) > 1 or info.columns_permuted is not None):
         raise NotApplicableError(
             "rows are mixed and coordinates mapped as well: only singular values are left, and no attack reads them"
+            if TURNED not in info.facts
+            else "coordinates are turned by pairs, and rows mixed by block; take --attack turned-blocks"
         )
     if info.rows_permuted and "rows" not in maps:
         raise NotApplicableError("rows behind a secret map of their coordinates are read in order only")

@@ -564,7 +564,9 @@ def test_cascade(run: Run, model: str) -> None:
         run("cascade", "plan", "--tokens", "4", "--alpha", "0", "--model", model, code=2)
     )
     assert "give a prompt" in refused(run("cascade", "run", *numbers, code=2))
-    assert "give exactly one of --alpha" in refused(run("cascade", "run", "abc", *numbers, "--shards", "0", code=2))
+    assert "give exactly one of --alpha" in refused(
+        run("cascade", "run", "abc", *numbers, "--shards", "0", code=2)
+    )
 
 
 VERBS = ["attack", "capture", "eval", "bench", "report", "rerun", "list", "cascade", ""]

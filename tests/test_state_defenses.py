@@ -337,7 +337,9 @@ def test_a_cloak_is_of_keys_and_values_and_no_attack_takes_it_for_rows(tiny_mode
     width = len(model.encode(torch.tensor(TOKENS))[0])
     observation, secret = release(model, "kv-cloak:heads=2")
     assert observation.states.shape == (len(TOKENS), width) and secret.row_order is None
-    assert observation.info.facts == {"secret_map": ["columns", "rows"]}
+    assert observation.info.facts == {
+        "secret_map": ["columns", "rows"], "turned_blocks": {"heads": 2, "block": 16, "offset": True},
+    }  # fmt: skip
     for name in registry.names("attacks"):
         if name == "planted":  # it looks beside the rows too
             continue

@@ -43,6 +43,7 @@ ATTACKS = (
     Step("vocab-match:setup=quick,budget=256", weight=2),  # rows as they are, permuted, or behind secret maps
     Step("planted", weight=2, beside=True),  # ids in low bits, norms or public facts
     Step("replay"),  # what a defense does alike with every request: a seed that is always 0, one key for all
+    Step("turned-blocks"),  # keys and values that were mixed by block and turned
     Step("partial-sums"),  # what a CompNode of Cascade gets
     Step("self-scores"),  # rows in secret coordinates of Cascade
     Step("closed-weights"),  # rows of private, permuted weights
