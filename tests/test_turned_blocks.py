@@ -145,6 +145,8 @@ def test_what_it_cannot_read_is_refused(tiny_model: LoadModel) -> None:
         with pytest.raises(NotApplicableError, match=message):
             TurnedBlocks().fit(observation.info, model)
     info = Channel.parse(["kv-cloak:heads=2,block=4"]).release(model, TOKENS, 0)[0].info
+    with pytest.raises(NotApplicableError, match="too coarse"):
+        TurnedBlocks().fit(replace(info, provider_dtype="bfloat16"), model)
     for facts in (5, {"heads": 2}, {"heads": 0, "block": 4, "offset": True}):
         with pytest.raises(InputError, match="the fact turned_blocks"):
             TurnedBlocks().fit(replace(info, facts={**info.facts, "turned_blocks": facts}), model)

@@ -59,6 +59,10 @@ class TurnedBlocks(Attack):
             )
         if info.positions is not None or len(info.channel) > 1:
             raise NotApplicableError("blocks of rows are read as they are: all of them, behind nothing else")
+        if info.provider_dtype != "float32":
+            raise NotApplicableError(
+                f"angles are found from 32-bit numbers; those of {info.provider_dtype} are too coarse"
+            )
         width = self.model.width // blocks.heads
         if width - blocks.block - width // 2 < SPARE:
             raise NotApplicableError(
