@@ -258,7 +258,7 @@ def conduct(
                 for commit in row["commit"].split(", ")
             )
         ),
-        "notes": list(experiment.notes),
+        "notes": [*experiment.notes, *_source(experiment)],
         "over": experiment.over,
         "curves": experiment.curves,
         "against": experiment.against,
@@ -267,6 +267,31 @@ def conduct(
     }
     write_file(home / f"{name}.json", json.dumps(finite(table), ensure_ascii=False, indent=1) + "\n")
     return table
+
+
+def _source(experiment: Experiment) -> list[str]:
+    """Return a note on models and texts, from the cells themselves, where no other note names the model."""
+    specs = [cell.spec for cell in experiment.cells if cell.spec.get("model")]
+    models = list(dict.fromkeys(str(spec["model"]) for spec in specs))
+    if not models or any(f"Model {models[0]}" in note for note in experiment.notes):
+        return []
+    said = f"Model{'s' * (len(models) > 1)} {', '.join(models)}"
+    dtypes = {spec["dtype"] for spec in specs if "dtype" in spec}
+    if len(dtypes) == 1:
+        said += f" in {dtypes.pop()}"
+    texts = [spec for spec in specs if spec.get("limit")]
+    if texts:
+        where = {str(spec.get("prompts") or "the shipped set") for spec in texts}
+        said += f"; {_span(texts, 'limit')} prompts of {', '.join(sorted(where))}"
+        if all(spec.get("max_tokens") for spec in texts):
+            said += f", cut to {_span(texts, 'max_tokens')} tokens"
+    return [f"{said}."]
+
+
+def _span(specs: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return the smallest and the largest value of an option, or the only one."""
+    values = [spec[name] for spec in specs]
+    return f"{min(values)}" if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
 def _measured_apart(
