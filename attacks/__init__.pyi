@@ -2,6 +2,7 @@ from .beam_decoding import BeamDecoding as BeamDecoding
 from .closed_weights.public_embedding import ClosedWeights as ClosedWeights
 from .fingerprint_inversion import FingerprintInversion as FingerprintInversion
 from .infill import Infill as Infill
+from .known_texts import KnownTexts as KnownTexts
 from .missing_tokens import MissingTokenSearch as MissingTokenSearch
 from .nearest import NearestEmbedding as NearestEmbedding
 from .partial_sums import PartialSums as PartialSums

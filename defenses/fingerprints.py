@@ -17,6 +17,7 @@ from hiddenlab.defenses.verification.toploc import TOP, commit, values_at
 from hiddenlab.errors import InputError
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
+from hiddenlab.utils.random import key_of
 
 
 class Toploc(Stage):
@@ -30,7 +31,7 @@ class Toploc(Stage):
 
     Args:
         k: values in the proof.
-        keyed: permute all coordinates of the prompt with a secret permutation, drawn for each prompt, before the
+        keyed: permute all coordinates of the prompt with a secret permutation, which belongs to the key, before the
             proof is made (see ``scatter``).
 
     Raises:
@@ -46,7 +47,8 @@ class Toploc(Stage):
     def states(
         self, states: Float[Tensor, "rows d"], generator: torch.Generator
     ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...] | None, dict[str, Any]]:
-        key = int(torch.randint(2**63 - 1, (), generator=generator)) if self.keyed else None
+        drawn = key_of(generator, "permutation")
+        key = int(torch.randint(2**63 - 1, (), generator=drawn)) if self.keyed else None
         proof = commit(states if key is None else scatter(states, key), self.k, PAPER)
         everywhere = torch.arange(states.numel(), device=states.device).reshape(states.shape)
         values = values_at(proof, everywhere)

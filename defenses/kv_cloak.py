@@ -10,7 +10,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.secret_maps import TurnedBlocks, with_turned_blocks
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
-from hiddenlab.utils.random import orthogonal
+from hiddenlab.utils.random import key_of, orthogonal
 
 STREAMS = ("k", "v", "kv")
 # A row of a block gets an offset of three to four times the largest number that a key may have behind its rotation.
@@ -22,8 +22,8 @@ class KvCloak(Stage):
     """Release keys or values as KV-Cloak stores them: S P (K M + A) for each head and block of tokens.
 
     M turns pairs of coordinates and S mixes the rows of a block, both secret and drawn for each head; P shuffles the
-    rows of a block, the same in all heads; A adds one secret row to one row of the block. All are drawn anew for each
-    prompt. A last block of fewer tokens has an S of its size.
+    rows of a block, the same in all heads; A adds one secret row to one row of the block. A last block of fewer tokens
+    has an S of its size. All belong to the key, but for the length of A's row, which follows the prompt.
 
     Args:
         heads: key/value heads that the stream holds side by side; ``kv`` holds twice as many as ``k``.
@@ -49,25 +49,35 @@ class KvCloak(Stage):
                 f"{self.spec}: rows of {width} numbers are not those of {self.heads} heads of even width"
             )
         sizes = [min(self.block, rows - start) for start in range(0, rows, self.block)]
-        orders = [torch.randperm(size, generator=generator).to(states.device) for size in sizes]
-        released = [self._head(head, orders, generator) for head in states.double().chunk(self.heads, dim=1)]
+        orders = [
+            torch.randperm(size, generator=key_of(generator, "order", block, size)).to(states.device)
+            for block, size in enumerate(sizes)
+        ]
+        heads = states.double().chunk(self.heads, dim=1)
+        released = [self._head(head, number, orders, generator) for number, head in enumerate(heads)]
         return torch.cat(released, 1).to(states.dtype), None, {"orders": orders}
 
     def _head(
-        self, head: Float[Tensor, "rows w"], orders: list[Tensor], generator: torch.Generator
+        self, head: Float[Tensor, "rows w"], number: int, orders: list[Tensor], generator: torch.Generator
     ) -> Float[Tensor, "rows w"]:
         largest = LARGEST * head.abs().max()
         half = head.shape[1] // 2
-        angles = 2 * torch.pi * torch.rand(half, generator=generator, dtype=torch.float64).to(head)
+        turns = key_of(generator, "angles", number)
+        angles = 2 * torch.pi * torch.rand(half, generator=turns, dtype=torch.float64).to(head)
         real, imaginary = head[:, :half], head[:, half:]
         turned = [
             real * angles.cos() - imaginary * angles.sin(), real * angles.sin() + imaginary * angles.cos()
         ]  # fmt: skip
-        mixing = {size: orthogonal(size, generator).to(head) for size in {len(order) for order in orders}}
+        mixing = {
+            size: orthogonal(size, key_of(generator, "mixing", number, size)).to(head)
+            for size in {len(order) for order in orders}
+        }
+        secret = key_of(generator, "offset", number)
         offset = largest * (
-            OFFSET + torch.rand(head.shape[1], generator=generator, dtype=torch.float64).to(head)
+            OFFSET + torch.rand(head.shape[1], generator=secret, dtype=torch.float64).to(head)
         )
-        place, blocks = int(torch.randint(self.block, (), generator=generator)), []
+        secret = key_of(generator, "place", number)
+        place, blocks = int(torch.randint(self.block, (), generator=secret)), []
         for order, rows in zip(orders, torch.cat(turned, 1).split([len(o) for o in orders]), strict=True):
             rows = rows.clone()
             if self.mask:

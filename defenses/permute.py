@@ -9,10 +9,14 @@ from torch import Tensor
 
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
+from hiddenlab.utils.random import key_of
 
 
 class SequencePermutation(Stage):
-    """Shuffle the rows of the states (Hidden No More, section 5.2.1)."""
+    """Shuffle the rows of the states (Hidden No More, section 5.2.1).
+
+    The order belongs to the key: if it serves several prompts, those of one length have the same order.
+    """
 
     spec = "seq-perm"
 
@@ -35,7 +39,7 @@ class HiddenPermutation(Stage):
     """Shuffle the coordinates of the states, with one permutation per row or one for all rows of a prompt.
 
     ``per-row`` is the paper's setting (section 5.2.2), as in PermLLM. ``shared`` uses one permutation for all rows, as
-    STIP and Centaur do. Permutations are drawn anew for each prompt, so that several prompts do not help the attacker.
+    STIP and Centaur do. Permutations belong to the key: if it serves several prompts, row r of each has the same one.
 
     Args:
         mode: ``per-row`` or ``shared``.
@@ -93,7 +97,8 @@ class Factorized2D(Stage):
 def _shuffle_rows(
     states: Float[Tensor, "rows d"], generator: torch.Generator
 ) -> tuple[Float[Tensor, "rows d"], tuple[int, ...]]:
-    order = torch.randperm(len(states), generator=generator, device=generator.device)
+    count, drawn = len(states), key_of(generator, "rows", len(states))
+    order = torch.randperm(count, generator=drawn, device=drawn.device)
     return states[order.to(states.device)], tuple(order.tolist())
 
 
@@ -103,9 +108,9 @@ def _draw_columns(
     """Draw permutations of coordinates: row r says which coordinate of row r is released at each place."""
     rows, width = states.shape
     # Sorting uniform numbers gives a uniform permutation up to ties, which double precision makes negligible.
-    keys = torch.rand(
-        1 if shared else rows, width, generator=generator, device=generator.device, dtype=torch.float64
-    )
+    # Row after row: a key that serves several prompts gives row r the same numbers in each of them.
+    drawn = key_of(generator, "columns")
+    keys = torch.rand(1 if shared else rows, width, generator=drawn, device=drawn.device, dtype=torch.float64)
     return keys.argsort(dim=1).to(torch.int32).expand(rows, width)
 
 

@@ -14,6 +14,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.stages import Stage, Vocabulary, with_replacement
 from hiddenlab.types import ObservationInfo
 from hiddenlab.utils.random import generator as generator_of
+from hiddenlab.utils.random import key_of
 
 REFERENCE = 2048  # tokens on which the attacker estimates a sum over the vocabulary
 DRAWS = 8  # of what a mechanism draws beside the substitute, over which the attacker averages
@@ -246,7 +247,7 @@ class VocabularyBijection(Stage):
     would answer sensibly; here it does not, and what rows show is the same: which permuted token stands where.
 
     Args:
-        key: of a permutation that serves all prompts; None draws one for each prompt.
+        key: of a permutation that serves all prompts; None draws one that lives as long as the key of the release.
     """
 
     name = "vocab-bijection"
@@ -259,7 +260,8 @@ class VocabularyBijection(Stage):
         self, tokens: Sequence[int], vocabulary: Vocabulary, generator: torch.Generator
     ) -> list[int]:
         ordinary = vocabulary.ordinary()
-        drawn = generator if self.key is None else generator_of(self.key, "vocabulary bijection")
+        what = "vocabulary bijection"
+        drawn = key_of(generator, what) if self.key is None else generator_of(self.key, what)
         coded = torch.arange(len(vocabulary.table))
         coded[ordinary] = ordinary[torch.randperm(len(ordinary), generator=drawn)]
         return [int(coded[token]) for token in tokens]

@@ -12,7 +12,7 @@ from hiddenlab.row_facts import with_extra_rows
 from hiddenlab.secret_maps import with_map
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
-from hiddenlab.utils.random import alike, orthogonal
+from hiddenlab.utils.random import alike, key_of, orthogonal
 
 Rows = Float[Tensor, "rows d"]
 
@@ -20,7 +20,8 @@ Rows = Float[Tensor, "rows d"]
 class Orthogonal(Stage):
     """Turn the coordinates of all states by one secret orthogonal map, or each row by a map of its own.
 
-    Maps are drawn evenly (Haar) and anew for each prompt, so that several prompts do not help the attacker.
+    Maps are drawn evenly (Haar). The one map of a prompt belongs to the key, which may serve several prompts. A map of
+    every row is always drawn anew.
 
     Args:
         fresh: ``prompt`` for one map of all rows of a prompt, ``row`` for a map of every row.
@@ -35,7 +36,7 @@ class Orthogonal(Stage):
     ) -> tuple[Rows, tuple[int, ...] | None, dict[str, Any]]:
         rows, width = states.shape
         if self.fresh == "prompt":
-            drawn = orthogonal(width, generator)
+            drawn = orthogonal(width, key_of(generator, "map"))
             return states @ drawn.to(states), None, {"map": drawn}
         # An even map takes a row to an even direction. So does a mirror between the row and a direction that is drawn,
         # which takes no matrix for each row.
@@ -71,8 +72,9 @@ def _mirrored(states: Rows, mirrors: Rows) -> Rows:
 class RowMixing(Stage):
     """Release secret mixtures of the states, as many as there are states, in place of the states.
 
-    The square matrix that mixes them is drawn anew for each prompt. Shield rows are normal numbers that are mixed with
-    the states, so that there are as many more mixtures (GELO, Belikov and Fedotov 2026, arXiv 2603.05035).
+    The square matrix that mixes them belongs to the key: if it serves several prompts, those of one length have the
+    same matrix. Shield rows are normal numbers, always drawn anew, that are mixed with the states, so that there are as
+    many more mixtures (GELO, Belikov and Fedotov 2026, arXiv 2603.05035).
 
     Args:
         kind: ``gaussian`` (independent normal entries of variance 1 / rows) or ``orthogonal`` (drawn evenly).
@@ -101,10 +103,11 @@ class RowMixing(Stage):
         if self.adds:
             states = torch.cat([states, alike(states, self.adds, generator, self.energy).to(states)])
         rows = len(states)
+        secret = key_of(generator, "mixing", rows)
         if self.kind == "orthogonal":
-            drawn = orthogonal(rows, generator)
+            drawn = orthogonal(rows, secret)
         else:
-            drawn = torch.randn(rows, rows, generator=generator, dtype=torch.float64) / rows**0.5
+            drawn = torch.randn(rows, rows, generator=secret, dtype=torch.float64) / rows**0.5
         return drawn.to(states) @ states, None, {"mixing": drawn}
 
     def undo(self, states: Float[Tensor, "more d"], details: dict[str, Any]) -> Rows:

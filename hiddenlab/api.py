@@ -5,6 +5,7 @@ from typing import Any, overload
 
 from hiddenlab import registry
 from hiddenlab.assessment import Assessment
+from hiddenlab.attacker import Attacker
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
 from hiddenlab.code_files import load_named
@@ -96,6 +97,7 @@ def assess(
     minutes: float = 10.0,
     seed: int = 0,
     progress: Progress = silent,
+    **attacker: Any,
 ) -> Assessment:
     """Say whether a defense holds: attack it with everything that applies, as ``hiddenlab assess`` does.
 
@@ -106,19 +108,28 @@ def assess(
         model: the attacker's own truncated model, which also releases the prompts.
         prompts: texts of your own; None takes the first twenty of the shipped ones. max_tokens: of each prompt.
         minutes: for all attacks on all prompts together. seed: of everything that is drawn.
-        progress: where progress is reported.
+        progress: where progress is reported. attacker: what he has beside the rows, as options of ``hiddenlab assess``:
+            ``key="session", known=3``.
 
     Returns:
         The verdict; printed, it is one sentence. ``status`` is one word, ``findings`` holds all figures.
 
     Raises:
-        InputError: an unknown defense, no prompts, a prompt too long for the model, or minutes not above 0.
+        InputError: an unknown defense, no prompts, a prompt too long for the model, minutes not above 0, or an
+            unknown option of the attacker.
     """
     if not isinstance(defense, Channel):
         stages = [defense] if isinstance(defense, str) or not isinstance(defense, Sequence) else defense
         defense = channel(*stages)
     made: Assessment = registry.resolve("eval", "assess-channel")(
-        defense, model, prompts, max_tokens=max_tokens, minutes=minutes, seed=seed, progress=progress
+        defense,
+        model,
+        prompts,
+        max_tokens=max_tokens,
+        minutes=minutes,
+        seed=seed,
+        progress=progress,
+        attacker=Attacker.from_json(attacker),
     )
     return made
 

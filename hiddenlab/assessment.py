@@ -16,6 +16,17 @@ Status = Literal["BROKEN", "LEAKS", "HELD", "INCONCLUSIVE"]
 
 
 @with_config(CLOSED)
+class Has(TypedDict):
+    """What the attacker knows, and has beside the rows (``hiddenlab.attacker``); ``words`` follow "an attacker who"."""
+
+    knows: str
+    key: str
+    known: Count
+    chosen: Count
+    words: str
+
+
+@with_config(CLOSED)
 class Interval(TypedDict):
     """A figure, its 95 % interval and the number of prompts behind it."""
 
@@ -121,6 +132,7 @@ class Findings(TypedDict):
     stream: str
     seed: int
     minutes: Finite
+    attacker: Has
     prompts: Count
     truth: bool
     leak: Interval

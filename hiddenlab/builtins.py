@@ -17,6 +17,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "replaced-tokens": "hiddenlab.attacks.replaced_tokens:ReplacedTokens",
         "replay": "hiddenlab.attacks.replay:Replay",
         "turned-blocks": "hiddenlab.attacks.turned_blocks:TurnedBlocks",
+        "known-texts": "hiddenlab.attacks.known_texts:KnownTexts",
     },
     "defenses": {
         "identity": "hiddenlab.defenses.identity:Identity",
@@ -226,7 +227,8 @@ SYNONYMS: dict[str, dict[str, str]] = {  # words that people try, and the names 
         "fingerprint": "fingerprint-inversion", "fingerprints": "fingerprint-inversion", "gap": "missing-tokens",
         "gaps": "missing-tokens", "gradient": "sipit", "infilling": "infill", "inverter": "infill",
         "matching": "vocab-match", "metadata": "planted", "nearest-embedding": "nearest", "side-channel": "planted",
-        "steganography": "planted", "fixed-seed": "replay", "known-plaintext": "replay", "static-key": "replay",
+        "steganography": "planted", "fixed-seed": "replay", "static-key": "replay",
+        "chosen-plaintext": "known-texts", "known-plaintext": "known-texts", "session": "known-texts",
         "sums": "partial-sums",
         "vocabulary": "vocab-match", "vocabulary-matching": "vocab-match",
     },

@@ -23,6 +23,7 @@ from hiddenlab.models.quantized import quiet_bitsandbytes
 from hiddenlab.models.request import packs
 from hiddenlab.secret_maps import mixes_rows
 from hiddenlab.stages import (
+    LOAD_OPTIONS,
     REPLACED,
     Defense,
     Mixing,
@@ -34,6 +35,7 @@ from hiddenlab.stages import (
     changes_states,
     check_release,
     has_unknown_strength,
+    load_options,
     overrides,
     permutes_rows,
     replaces_tokens,
@@ -43,9 +45,8 @@ from hiddenlab.stages import (
 )
 from hiddenlab.text import count_of
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
-from hiddenlab.utils.random import generator
+from hiddenlab.utils.random import Draws, generator
 
-LOAD_OPTIONS = ("dtype", "quantization")
 OfTexts = Callable[[list[Tensor]], list[Tensor]]  # the provider's states of inputs
 SELECTION_FACTS = ("tokens", "shard")  # facts of prompts of which only some rows are shown
 
@@ -58,7 +59,7 @@ class _Prepared:
     computed: tuple[int, ...] | None
     inputs: Tensor
     seed: int
-    generator: torch.Generator
+    draws: Draws
 
 
 class Channel:
@@ -94,7 +95,7 @@ class Channel:
         if len(replacing := [defense.spec for defense in self.defenses if replaces_tokens(defense)]) > 1:
             raise InputError(f"{' and '.join(replacing)}: only one stage may replace tokens")
         # Contradictory load options are refused here, before any model is loaded.
-        self._load_options(dict.fromkeys(LOAD_OPTIONS))
+        load_options(self.defenses, dict.fromkeys(LOAD_OPTIONS))
 
     @classmethod
     def parse(cls, specs: Sequence[str | Defense], files: bool = False) -> "Channel":
@@ -144,7 +145,7 @@ class Channel:
             InputError: the model cannot be loaded that way.
         """
         plain = {"dtype": _name(model.dtype), "quantization": model.quantization}
-        options = self._load_options(plain)
+        options = load_options(self.defenses, plain)
         if options == plain:
             return model
         key = (model.ref, model.site, str(model.device), *options.values())
@@ -156,7 +157,11 @@ class Channel:
         return provider
 
     def release(
-        self, model: TruncatedModel, prompt: str | Sequence[int], seed: int | torch.Generator = 0
+        self,
+        model: TruncatedModel,
+        prompt: str | Sequence[int],
+        seed: int | torch.Generator = 0,
+        key: int | None = None,
     ) -> tuple[Observation, GroundTruth]:
         """Release the states of one prompt.
 
@@ -164,6 +169,8 @@ class Channel:
             model: of the attacker; the provider runs it too, or the same layers loaded as the stages require.
             prompt: a text, or its token ids.
             seed: of all that the stages draw; a generator continues from its present state.
+            key: seed of what the stages draw as their key. Releases with one ``key`` pass under the same key; None
+                draws a key for this release alone, with everything else.
 
         Returns:
             The observation, which an attack may see, and the truth, which it may not.
@@ -173,16 +180,23 @@ class Channel:
         """
         random = seed if isinstance(seed, torch.Generator) else generator(seed, "release", 0)
         tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
-        ((observation, truth),) = self.release_batch(model, [tokens], random)
+        ((observation, truth),) = self.release_batch(model, [tokens], random, key)
         return observation, replace(truth, text=model.text(tokens))
 
     def release_batch(
-        self, model: TruncatedModel, prompts: Sequence[Sequence[int]], generator: torch.Generator
+        self,
+        model: TruncatedModel,
+        prompts: Sequence[Sequence[int]],
+        generator: torch.Generator,
+        key: int | None = None,
     ) -> list[tuple[Observation, GroundTruth]]:
         """Release several prompts, packed in passes of up to ``model.max_pass_tokens`` tokens.
 
         Each prompt draws one seed from the generator and the rest from that seed, so what is drawn for a
         prompt depends on neither the packing nor the other prompts' lengths.
+
+        Args:
+            key: see ``release``; it is the key of all these prompts.
 
         Raises:
             InputError: a prompt has no tokens, or tokens outside the vocabulary.
@@ -190,7 +204,7 @@ class Channel:
         provider = self.provider_model(model)
         info = self._public(model, provider)
         released = []
-        for pack in self._packs(model, provider, prompts, generator):
+        for pack in self._packs(model, provider, prompts, generator, key):
             requests = [Request(provider.prefix(), prompt.inputs) for prompt in pack]
             with quiet_bitsandbytes():
                 answers = provider.run(requests, keep=False)
@@ -231,14 +245,14 @@ class Channel:
             with quiet_bitsandbytes():
                 answers = provider.run_layers(requests, layers)
             for prompt, states in zip(pack, answers, strict=True):
-                drawn = prompt.generator.get_state()
+                drawn = prompt.draws.get_state()
                 for at, info, (layer, own) in zip(released, infos, states.items(), strict=True):
 
                     def run(inputs: list[Tensor], layer: int = layer) -> list[Tensor]:
                         asked = [Request(provider.prefix(), one) for one in inputs]
                         return [found[layer] for found in provider.run_layers(asked, [layer])]
 
-                    prompt.generator.set_state(drawn)
+                    prompt.draws.set_state(drawn)
                     at.append(self._finish(prompt, own, info, provider, run))
         return released
 
@@ -248,35 +262,18 @@ class Channel:
         provider: TruncatedModel,
         prompts: Sequence[Sequence[int]],
         generator: torch.Generator,
+        key: int | None = None,
     ) -> Iterator[list[_Prepared]]:
         """Yield prompts, checked and prepared, as many at once as one pass takes."""
         for tokens in prompts:
             _check_tokens(tokens, model)
-        prepared = (self._prepare(provider, tokens, generator) for tokens in prompts)
+        prepared = (self._prepare(provider, tokens, generator, key) for tokens in prompts)
         return packs(prepared, lambda prompt: len(prompt.inputs), provider.max_pass_tokens)
 
     def added(self, model: TruncatedModel, generator: torch.Generator) -> Float[Tensor, "p d"]:
         """Draw embeddings such as the channel puts before a prompt; empty where it puts none there."""
         inputs = self._prepare(model, [0], generator).inputs
         return inputs[:-1] if inputs.is_floating_point() else model.embed(inputs[:0])
-
-    def _load_options(self, plain: dict[str, Any]) -> dict[str, Any]:
-        options, setters = dict(plain), dict[str, str]()
-        for defense in self.defenses:
-            changed = options | defense.provider(dict(options))
-            if unknown := sorted(set(changed) - set(LOAD_OPTIONS)):
-                raise HiddenlabError(
-                    f"the defense {defense.spec} sets unknown load options: {', '.join(unknown)}"
-                )
-            for name in LOAD_OPTIONS:
-                if changed[name] == options[name]:
-                    continue
-                if name in setters:
-                    both = f"{setters[name]} and {defense.spec}"
-                    raise InputError(f"the defenses {both} both set the provider's {name}; give one")
-                setters[name] = defense.spec
-            options = changed
-        return options
 
     def _public(self, model: TruncatedModel, provider: TruncatedModel) -> ObservationInfo:
         info = ObservationInfo(
@@ -301,45 +298,48 @@ class Channel:
         return info
 
     def _prepare(
-        self, provider: TruncatedModel, tokens: Sequence[int], generator: torch.Generator
+        self,
+        provider: TruncatedModel,
+        tokens: Sequence[int],
+        generator: torch.Generator,
+        key: int | None = None,
     ) -> _Prepared:
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
         # The prompt's own generator lives on the CPU, so that a seed gives the same secret on every device.
-        own = torch.Generator().manual_seed(seed)
+        own = Draws.seeded(seed, key)
         computed = self._replaced(provider, tokens, own)
         inputs = self._inputs(provider, tokens if computed is None else computed, own)
         return _Prepared(tuple(tokens), computed, inputs, seed, own)
 
-    def _inputs(self, provider: TruncatedModel, tokens: Sequence[int], own: torch.Generator) -> Tensor:
+    def _inputs(self, provider: TruncatedModel, tokens: Sequence[int], own: Draws) -> Tensor:
         inputs = torch.tensor(list(tokens), device=provider.device)
         if self._changes_inputs:
             # Token ids are kept where no stage changes inputs: some architectures need more than the embedding.
             inputs, table = provider.embed(inputs), self._table(provider)
-            for defense in self.defenses:
-                inputs = defense.inputs(inputs, table, own).to(provider.dtype)
+            for i, defense in enumerate(self.defenses):
+                inputs = defense.inputs(inputs, table, own.for_stage(i, "inputs")).to(provider.dtype)
         return inputs
 
     def _returned(
-        self, defense: Defense, states: Tensor, prepared: _Prepared, provider: TruncatedModel, run: OfTexts
+        self, number: int, states: Tensor, prepared: _Prepared, provider: TruncatedModel, run: OfTexts
     ) -> Any:
         """Return what a stage makes of states; one that needs other texts gets theirs, which passed the same inputs."""
+        defense, draws = self.defenses[number], prepared.draws.for_stage(number, "states")
         if not isinstance(defense, Mixing):
-            return defense.states(states, prepared.generator)
-        texts = defense.texts(provider, len(prepared.tokens), prepared.generator)
+            return defense.states(states, draws)
+        texts = defense.texts(provider, len(prepared.tokens), draws)
         with quiet_bitsandbytes():
-            others = (
-                run([self._inputs(provider, text, prepared.generator) for text in texts]) if texts else []
-            )
+            others = run([self._inputs(provider, text, draws) for text in texts]) if texts else []
         own = [other[len(other) - len(text) :] for other, text in zip(others, texts, strict=True)]
-        return defense.mixed(states, own, prepared.generator)
+        return defense.mixed(states, own, draws.for_stage(number, "states"))
 
     def _replaced(
-        self, provider: TruncatedModel, tokens: Sequence[int], generator: torch.Generator
+        self, provider: TruncatedModel, tokens: Sequence[int], draws: Draws
     ) -> tuple[int, ...] | None:
         """Return the tokens that the model runs in place of the prompt's; None where no stage replaces any."""
-        for defense in self.defenses:
+        for i, defense in enumerate(self.defenses):
             if isinstance(defense, Replacement):
-                computed = defense.replaced(tokens, self.vocabulary(provider), generator)
+                computed = defense.replaced(tokens, self.vocabulary(provider), draws.for_stage(i, "tokens"))
                 if len(computed) != len(tokens):
                     raise HiddenlabError(
                         f"the defense {defense.spec} replaced {len(tokens)} tokens by {len(computed)}"
@@ -381,8 +381,8 @@ class Channel:
         details: dict[str, Any] = {"seed": prepared.seed}
         # A copy: the pass's buffer holds the states of the prefix and of other prompts too.
         states = states[len(states) - rows :].clone()
-        for defense in self.defenses:
-            returned = self._returned(defense, states, prepared, provider, run)
+        for i, defense in enumerate(self.defenses):
+            returned = self._returned(i, states, prepared, provider, run)
             if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], Tensor)):
                 raise HiddenlabError(
                     f"the method 'states' of the defense {defense.spec} must return three things: the rows as a "
@@ -444,7 +444,11 @@ def as_whole(info: ObservationInfo) -> ObservationInfo:
     """
     facts = {name: value for name, value in info.facts.items() if name not in (*SELECTION_FACTS, REPLACED)}
     return replace(
-        info, positions=None, channel=Channel.parse(info.channel).of_shown_tokens().specs, facts=facts
+        info,
+        positions=None,
+        channel=Channel.parse(info.channel).of_shown_tokens().specs,
+        facts=facts,
+        supposed=False,
     )
 
 

@@ -23,6 +23,11 @@ class UnknownNameError(HiddenlabError):
     """A name that no registry knows; the message carries the nearest known names."""
 
 
+NEEDS_CODE = (
+    "it runs the defense's code, which this attacker does not know"  # of attacks that release own texts
+)
+
+
 class NotApplicableError(HiddenlabError):
     """An observation does not meet an attack's stated needs; recorded as such, never as a zero."""
 

@@ -68,6 +68,8 @@ def save_observations(observations: Sequence[Observation], path: str | Path) -> 
     path = Path(path)
     if not observations:
         raise InputError("there are no observations to save")
+    if any(observation.known for observation in observations):
+        raise InputError("a file of observations holds no known texts; save the observations without them")
     try:
         facts = [_plain(dataclasses.asdict(observation.info)) for observation in observations]
         text = json.dumps({"format": FORMAT, "observations": facts}, allow_nan=False, ensure_ascii=False)

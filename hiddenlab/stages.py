@@ -14,12 +14,16 @@ from hiddenlab import registry
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.types import ObservationInfo, Site
 
+LOAD_OPTIONS = ("dtype", "quantization")
 REPLACED = "replaced_tokens"  # the fact that rows are of other tokens than the prompt's
 
 
 @runtime_checkable
 class Defense(Protocol):
     """One stage of a channel. All randomness comes from the generator, so that a seed repeats a release.
+
+    What is drawn from the generator is fresh in every release. What belongs to a key, which may serve several releases,
+    is drawn from ``hiddenlab.utils.random.key_of(generator)``.
 
     ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only some
     of the rows has ``selects = True``; one that adds rows which are no token's has ``adds``, their number. One whose
@@ -230,6 +234,33 @@ def with_known_name(built: Any) -> Defense:
 
 def overrides(defense: Defense, method: str) -> bool:
     return getattr(type(defense), method, None) is not getattr(Stage, method)
+
+
+def load_options(defenses: Sequence[Defense], plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the load options of the provider's model behind all stages.
+
+    Args:
+        plain: of the attacker's model, one for each of ``LOAD_OPTIONS``.
+
+    Raises:
+        InputError: two stages set the same option. HiddenlabError: a stage sets one that does not exist.
+    """
+    options, setters = dict(plain), dict[str, str]()
+    for defense in defenses:
+        changed = options | defense.provider(dict(options))
+        if unknown := sorted(set(changed) - set(LOAD_OPTIONS)):
+            raise HiddenlabError(
+                f"the defense {defense.spec} sets unknown load options: {', '.join(unknown)}"
+            )
+        for name in LOAD_OPTIONS:
+            if changed[name] == options[name]:
+                continue
+            if name in setters:
+                both = f"{setters[name]} and {defense.spec}"
+                raise InputError(f"the defenses {both} both set the provider's {name}; give one")
+            setters[name] = defense.spec
+        options = changed
+    return options
 
 
 def changes_states(defense: Defense) -> bool:

@@ -91,6 +91,7 @@ class ObservationInfo:
         quantization: None, ``"int8"`` or ``"nf4"``: how the provider's weights were quantized.
         positions: positions of the rows in the prompt, ascending, where only some were seen; None is all.
         facts: further public facts that a third party's defense adds; JSON values only.
+        supposed: the channel is what an attacker supposes, who does not know the code of the one that rows passed.
     """
 
     __pydantic_config__ = CLOSED
@@ -107,6 +108,7 @@ class ObservationInfo:
     quantization: Annotated[str, one_of(*QUANTIZATIONS)] | None = None
     positions: Annotated[tuple[Position, ...], AfterValidator(_ascending)] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    supposed: bool = False
 
 
 @runtime_checkable
@@ -131,10 +133,12 @@ class Observation:
         states: one row for each prompt token, in the released order, dtype as released; more where the facts say that
             some rows are no token's (``hiddenlab.row_facts``).
         info: the public facts.
+        known: further texts that passed the defense under the same key, and that the attacker has.
     """
 
     states: Float[Tensor, "rows d"]
     info: ObservationInfo
+    known: "tuple[KnownText, ...]" = ()
 
     def __post_init__(self) -> None:
         rows, positions = self.states.shape[0], self.info.positions
@@ -226,6 +230,18 @@ class Observation:
             f"Observation({count_of(rows, 'row')} × {width}, {self.info.site} of {self.info.model}, channel {channel}; "
             f"the attacker knows the states and the channel, not tokens, permutations or noise)"
         )
+
+
+@dataclass(frozen=True)
+class KnownText:
+    """A text that the attacker has, with what the defense released of it under the key of another observation.
+
+    Attributes:
+        tokens: of the text. shown: its rows and their public facts.
+    """
+
+    tokens: tuple[int, ...]
+    shown: Observation
 
 
 @dataclass(frozen=True)

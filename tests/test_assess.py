@@ -489,6 +489,6 @@ def test_the_builtin_model_is_read_without_a_defense() -> None:
     found = assess(config, minutes=20, keep=False).findings
     assert found["status"] == BROKEN and found["exact"]["value"] == 1 and found["secrets"]["read"] == 4
     did = {one["attack"]: one["status"] for one in found["attacks"]}
-    reading = ensemble.ATTACKS[1].attack  # the first that applies: no token was replaced
+    reading = ensemble.QUICK  # the first that applies: no token was replaced, no text is known
     assert [name for name, status in did.items() if status == RAN] == [reading]
     assert set(did.values()) == {RAN, NOT_APPLICABLE, DONE_BEFORE}

@@ -20,7 +20,7 @@ from hiddenlab.attacks.replay.released import Replayed
 from hiddenlab.attacks.replay.subtracted import Added, Subtracted
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
-from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.errors import NEEDS_CODE, InputError, NotApplicableError
 from hiddenlab.matching.ranking import Continuations, LazyModel
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.corpus import Corpus, language_reference
@@ -106,6 +106,8 @@ class Replay(Attack):
         Raises:
             NotApplicableError: it does not.
         """
+        if info.supposed:
+            raise NotApplicableError(NEEDS_CODE)
         channel = Channel.parse(info.channel)
         if not channel.defenses:
             raise NotApplicableError("no defense changes these rows")

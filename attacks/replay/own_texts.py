@@ -45,12 +45,8 @@ class OwnTexts:
         self.text = self.another()
 
     def another(self) -> Int[Tensor, " n"]:
-        """Return a text of the length; texts that are too short are joined."""
-        parts, missing = list[Tensor](), self.length
-        while missing > 0:
-            parts.append(self._corpus.text_window(missing))
-            missing -= len(parts[-1])
-        return torch.cat(parts)
+        """Return a text of the length."""
+        return self._corpus.text_of(self.length)
 
     @cached_property
     def near(self) -> Int[Tensor, " n"]:

@@ -11,6 +11,7 @@ import torch
 from hiddenlab.attacks.vocab_match.behind_map import behind_map
 from hiddenlab.attacks.vocab_match.calibration import CANDIDATES, calibrate
 from hiddenlab.attacks.vocab_match.context import confirmed_by_context
+from hiddenlab.attacks.vocab_match.known import with_known
 from hiddenlab.attacks.vocab_match.printed import as_printed
 from hiddenlab.attacks.vocab_match.search import speculative
 from hiddenlab.attacks.vocab_match.task import Task
@@ -108,9 +109,13 @@ class VocabMatch(Attack):
             that failed. ``reading``: the language model's last layers read the observed rows, in place of its reading
             the tokens found. ``opener``: a text that the language model reads before the prompt. ``first-tokens``: the
             table of states of first tokens.
+
+    Attributes:
+        shares_key: the known texts of an observation went through the same secret map as its prompt.
     """
 
     secret_maps = extra_rows = True
+    shares_key: bool = False
     use_when = "you have the state of every token, in order or shuffled, and the weights of the model"
     parts = ("screening", "failures", "reading", "opener", "first-tokens")
 
@@ -457,9 +462,10 @@ class VocabMatch(Attack):
             top, tokens = proposer.probe.shortlist(torch.cat(states), width)
             scores, ids = top.split(counts), tokens.split(counts)  # type: ignore[assignment]
         tasks = []
-        for raw, score, shortlist in zip(states, scores, ids, strict=True):
-            bound = matcher.bound(raw)
-            rows = bound.prepare(raw)
+        for one, raw, score, shortlist in zip(observations, states, scores, ids, strict=True):
+            bound = with_known(matcher, one, raw, model) if self.shares_key else matcher.bound(raw)
+            # Rows of known texts come first in their frame.
+            rows = bound.prepare(raw)[0 if bound.frame is None else bound.frame.count :]
             # Mixed rows may be more than there are tokens; nothing reads one of them alone.
             task = Task(
                 model, bound, proposer, raw[: len(rows)], rows, threshold.limits(matcher, rows),

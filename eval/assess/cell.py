@@ -7,8 +7,8 @@ from typing import Any
 from hiddenlab.config import AttackConfig
 from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.ensemble import ATTACKS, Step, attack_all
-from hiddenlab.eval.assess.price import release_all
 from hiddenlab.eval.assess.readings import Belief, readings_of, right_of, truth_of
+from hiddenlab.eval.assess.session import release_all
 from hiddenlab.eval.cells import Figures, Worded
 from hiddenlab.eval.measures.attack import as_figures, exactly
 from hiddenlab.eval.measures.intervals import ratio

@@ -5,11 +5,12 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hiddenlab.assessment import Assessment
+from hiddenlab.attacker import Attacker
 from hiddenlab.channels import Channel
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
@@ -20,14 +21,14 @@ from hiddenlab.eval.assess.ensemble import (
     NOT_APPLICABLE,
     OUT_OF_TIME,
     Attempt,
-    Step,
     attack_all,
     ended_with_all,
     solved,
+    steps_of,
     verified,
 )
 from hiddenlab.eval.assess.kept import UNDEFENDED, VERB, Kept, of_attacks, unfinished
-from hiddenlab.eval.assess.price import cost_of, release_all, utility_of
+from hiddenlab.eval.assess.price import cost_of, utility_of
 from hiddenlab.eval.assess.readings import (
     Belief,
     Reading,
@@ -43,6 +44,7 @@ from hiddenlab.eval.assess.readings import (
     truth_of,
 )
 from hiddenlab.eval.assess.secrets import Planted, planted
+from hiddenlab.eval.assess.session import release_all
 from hiddenlab.eval.assess.verdict import (
     EXIT_CODES,
     HALF,
@@ -72,7 +74,7 @@ class Subject:
 
     Attributes:
         channel: the defense; None where its rows come from a file. cases: the prompts. texts: with planted secrets.
-        defense: specs of the stages, and what the model is called.
+        defense: specs of the stages. name: what the model is called. attacker: what he has beside the rows.
     """
 
     model: TruncatedModel
@@ -82,6 +84,7 @@ class Subject:
     seed: int
     defense: tuple[str, ...]
     name: str
+    attacker: Attacker = field(default_factory=Attacker)
 
     @property
     def truth(self) -> bool:
@@ -94,6 +97,7 @@ def assess(
     minutes: float = 10.0,
     out: str | Path | None = None,
     *,
+    attacker: Attacker | None = None,
     runs_dir: str | Path = "runs",
     keep: bool = True,
     resume: str | Path | None = None,
@@ -101,12 +105,14 @@ def assess(
 ) -> Assessment:
     """Attack a defense with everything that applies, say whether it holds, and record that.
 
-    An assessment of the same options, minutes and released rows that was interrupted goes on, in its directory.
+    An assessment of the same options, minutes, attacker and released rows that was interrupted goes on, in its
+    directory.
 
     Args:
         config: prompts, model, layer, stream and defense, as for an attack, or rows of a file (``observation``); its
             attack is not read. Without prompts the first twenty of the shipped ones.
-        minutes: see ``judge``. out, runs_dir, keep, resume: see ``hiddenlab.runner.run``.
+        minutes: see ``judge``. attacker: what he has beside the rows; None has nothing.
+        out, runs_dir, keep, resume: see ``hiddenlab.runner.run``.
 
     Raises:
         InputError: minutes not above 0, public facts that are no JSON values, or states of another program; see
@@ -114,6 +120,11 @@ def assess(
         Interrupted: from the keyboard; its ``run`` holds what is recorded.
     """
     check_minutes(minutes)
+    attacker = attacker or Attacker()
+    if config.observation is not None and attacker != Attacker():
+        raise InputError(
+            "--knows, --key, --known and --chosen go with a DEFENSE that releases prompts, not with --observation"
+        )
     if config.states:
         raise InputError(
             "assess reads files of observations; 'hiddenlab import FILE -o OBSERVATION' makes one of these states"
@@ -135,14 +146,14 @@ def assess(
         channel = None if shown else job.channel
         defense = tuple(job.config.defense)
         name = str(job.config.model)
-        subject = Subject(job.model, channel, job.cases, texts, job.config.seed, defense, name)
+        subject = Subject(job.model, channel, job.cases, texts, job.config.seed, defense, name, attacker)
         subject, rows = released(subject)
         record = RunRecord(
             verb=VERB, spec=job.config.to_json(), seeds={"seed": subject.seed}, prompts=len(subject.cases),
-            inputs_sha256=_digest(rows), setup={"minutes": float(minutes)},
+            inputs_sha256=_digest(rows), setup={"minutes": float(minutes), **attacker.to_json()},
         )  # fmt: skip
         recorder = _recorder(
-            record, None if out is None else Path(out), Path(runs_dir), keep, resume, progress
+            record, attacker, None if out is None else Path(out), Path(runs_dir), keep, resume, progress
         )
         findings = judge(subject, rows, minutes, recorder, progress)
     except KeyboardInterrupt:
@@ -167,6 +178,7 @@ def assess_channel(
     max_tokens: int | None = None,
     minutes: float = 10.0,
     seed: int = 0,
+    attacker: Attacker | None = None,
     progress: Progress = silent,
 ) -> Assessment:
     """Assess a channel with a loaded model, without a record; see ``hiddenlab.api.assess``."""
@@ -174,7 +186,9 @@ def assess_channel(
     given = load_prompts(None, limit=PROMPTS) if prompts is None else _named(prompts)
     cases = cases_of(given, model, max_tokens)
     specs = tuple(defense.spec for defense in channel.defenses)
-    subject = Subject(model, channel, cases, planted(seed), seed, specs, model.ref.name)
+    subject = Subject(
+        model, channel, cases, planted(seed), seed, specs, model.ref.name, attacker or Attacker()
+    )
     subject, rows = released(subject)
     recorder = Recorder.create(RunRecord(verb=VERB, spec={}), keep=False)
     return Assessment.of(judge(subject, rows, minutes, recorder, progress))
@@ -202,6 +216,7 @@ def _named(prompts: str | Sequence[str | Prompt]) -> list[Prompt]:
 
 def _recorder(
     record: RunRecord,
+    attacker: Attacker,
     out: Path | None,
     runs_dir: Path,
     keep: bool,
@@ -210,7 +225,7 @@ def _recorder(
 ) -> Recorder:
     """Return a new record, or that of the same assessment that was interrupted."""
     assert record.inputs_sha256 is not None
-    attacks = [step.attack for step in ATTACKS]
+    attacks = [step.name for step in steps_of(attacker.knows, ATTACKS)]
     found = Path(resume) if resume is not None else None
     if found is not None and not of_attacks(read_run(found)[1], attacks):
         raise InputError(
@@ -237,7 +252,7 @@ def released(subject: Subject) -> tuple[Subject, list[Observation]]:
     """
     if subject.channel is None:
         return subject, [case.observation for case in subject.cases if case.observation is not None]
-    made = release_all(subject.model, subject.channel, _everything(subject), subject.seed)
+    made = release_all(subject.model, subject.channel, _everything(subject), subject.seed, subject.attacker)
     cases = [
         replace(case, truth=replace(truth_of(case), computed=truth.computed))
         for case, (_, truth) in zip(subject.cases, made, strict=False)
@@ -262,7 +277,8 @@ def _planted_cases(subject: Subject, texts: Sequence[Planted]) -> list[Case]:
 def _digest(observations: Sequence[Observation]) -> str:
     """Return a digest of rows and public facts: whatever was kept of other ones is not about these."""
     digest = hashlib.sha256()
-    for one in observations:
+    seen = [[one, *(text.shown for text in one.known)] for one in observations]
+    for one in (rows for group in seen for rows in group):
         digest.update(_public(one.info).encode())
         digest.update(one.states.detach().cpu().float().numpy().tobytes())
     return digest.hexdigest()
@@ -292,10 +308,11 @@ def judge(
 ) -> dict[str, Any]:
     """Attack rows with everything that applies, and say whether their defense holds.
 
-    The attacker knows the code and the public facts, and may release texts of his own. He sees each prompt once, and
-    chooses himself which attack to believe: the one that is sure of most tokens, else the one whose text is the
-    likeliest, or one attack for all prompts where that reads more (``by_one_attack``). The truth scores what he chose.
-    Where none is known, the tokens count that attacks verified, and no defense holds.
+    The attacker knows the code and the public facts, and may release texts of his own. He sees each prompt once, beside
+    the texts that ``subject.attacker`` has, and chooses himself which attack to believe: the one that is sure of most
+    tokens, else the one whose text is the likeliest, or one attack for all prompts where that reads more
+    (``by_one_attack``). The truth scores what he chose. Where none is known, the tokens count that attacks verified,
+    and no defense holds.
 
     Args:
         rows: what the defense shows of the prompts, then of the planted secrets.
@@ -311,7 +328,7 @@ def judge(
         InputError: tokens were replaced, and no truth says by which.
     """
     model, cases, seed = subject.model, _everything(subject), subject.seed
-    own = len(subject.cases)
+    own, steps = len(subject.cases), steps_of(subject.attacker.knows, ATTACKS)
     replaced = are_replaced(rows[0].info)
     if replaced and not subject.truth:
         raise InputError(
@@ -323,7 +340,7 @@ def judge(
         utility = utility_of(model, channel, subject.cases, seed, progress)
         cost = cost_of(model, channel, subject.cases, seed, progress)
     diary, belief = Kept(recorder, model, cases, rows), Belief(model, replaced)
-    attempts = attack_all(rows, model, seed, 60 * minutes, progress, ATTACKS, belief, diary)
+    attempts = attack_all(rows, model, seed, 60 * minutes, progress, steps, belief, diary)
     believed = readings_of(model, cases, rows, attempts, belief)
     guessed = _guessed(subject, progress)
     if subject.truth:
@@ -342,13 +359,14 @@ def judge(
         "format": FORMAT,
         "status": status_of(found),
         "exit_code": EXIT_CODES[status_of(found)],
-        "sentence": sentence_of(found, minutes, best_of(mine)),
+        "sentence": sentence_of(found, minutes, best_of(mine), subject.attacker.words),
         "defense": list(subject.defense),
         "model": subject.name,
         "layer": model.site.layer,
         "stream": model.site.stream,
         "seed": seed,
         "minutes": minutes,
+        "attacker": {**subject.attacker.to_json(), "words": subject.attacker.words},
         "prompts": own,
         "truth": subject.truth,
         "leak": found.leak._asdict(),
@@ -386,7 +404,7 @@ def _evidence(
     sure = [one.result is not None and solved(one.result, one.observation) for one in mine]
     exact = [bool(one.score and one.score.exact) for one in mine] if subject.truth else sure
     beyond = sum(whole and n < one.tokens for whole, n, one in zip(exact, guessed, mine, strict=True))
-    endless = {step.attack for step in ATTACKS if step.endless}
+    endless = {step.name for step in ATTACKS if step.endless}
     return Evidence(
         leak,
         beyond,
@@ -429,10 +447,11 @@ def _undefended(
     model, cases = subject.model, subject.cases
     shown = [observation for observation, _ in release_all(model, Channel([]), cases, subject.seed)]
     lengths, told = [len(truth_of(case).tokens) for case in cases], []
+    steps = {step.name: step for step in steps_of(subject.attacker.knows, ATTACKS)}
     for number, attempt in enumerate(attempts):
         if attempt.status in (CRASHED, NOT_APPLICABLE):
             continue
-        step, diary = Step(attempt.attack), Kept(recorder, model, cases, shown, UNDEFENDED, number)
+        step, diary = steps[attempt.attack], Kept(recorder, model, cases, shown, UNDEFENDED, number)
         (again,) = attack_all(shown, model, subject.seed, attempt.allowed, progress, [step], verified, diary)
         right = [right_of(again.results.get(i), case) for i, case in enumerate(cases)]
         told.append(

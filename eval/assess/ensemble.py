@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hiddenlab import registry
 from hiddenlab.base import Attack
+from hiddenlab.channels import Channel
 from hiddenlab.errors import HiddenlabError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.records import RecordError
@@ -21,9 +22,10 @@ class Step:
     """One attack of the ensemble.
 
     Attributes:
-        attack: its spec. weight: of its share of the time. missing: it is for observations of some rows alone.
-            endless: it may go on for as long as there is time, so that running out of it says nothing. beside: it looks
-            beside the states, where the prompt's own tokens may stand although the model ran others.
+        attack: its spec. supposes: the stages that it takes the defense for; empty for what the rows' facts say.
+            weight: of its share of the time. missing: it is for observations of some rows alone. endless: it may go on
+            for as long as there is time, so that running out of it says nothing. beside: it looks beside the states,
+            where the prompt's own tokens may stand although the model ran others.
     """
 
     attack: str
@@ -31,16 +33,33 @@ class Step:
     missing: bool = False
     endless: bool = False
     beside: bool = False
+    supposes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The attack, with what it supposes."""
+        return self.attack + f" (supposes {' + '.join(self.supposes)})" * bool(self.supposes)
+
+    def seen(self, observation: Observation) -> Observation:
+        """Return an observation with what the attack supposes of its defense."""
+        return replace(observation, info=self.facts(observation.info)) if self.supposes else observation
+
+    def facts(self, info: ObservationInfo) -> ObservationInfo:
+        """Return public facts with what the attack supposes of the defense."""
+        return Channel.parse(self.supposes).published(info) if self.supposes else info
 
 
 TOGETHER = 2  # prompts that an attack gets at once; running out of time costs what it read of these
 LOOK = 0.25  # of the time, for a look at one prompt with each attack
 LEAD = 0.75  # of the time behind the look, for the attack that read most of that prompt
+QUICK = "vocab-match:setup=quick,budget=256"
 # In the order of their cost, each with what it reads.
 ATTACKS = (
     # What tokens stood for that ran in place of the prompt's. It may take half of the time, and elsewhere takes none.
     Step("replaced-tokens", weight=14),
-    Step("vocab-match:setup=quick,budget=256", weight=2),  # rows as they are, permuted, or behind secret maps
+    # A key that also served texts which the attacker has; without any it takes no time either.
+    Step("known-texts", weight=14),
+    Step(QUICK, weight=2),  # rows as they are, permuted, or behind secret maps
     Step("planted", weight=2, beside=True),  # ids in low bits, norms or public facts
     Step("replay"),  # what a defense does alike with every request: a seed that is always 0, one key for all
     Step("turned-blocks"),  # keys and values that were mixed by block and turned
@@ -52,6 +71,15 @@ ATTACKS = (
     Step("shard-reading"),  # anything linear: regressions on what the attacker releases himself
     Step("beam-decoding", weight=4),  # noise, rounding, shuffled rows
     Step("vocab-match", weight=2, endless=True),  # the whole vocabulary
+)
+# What the attacker supposes who knows nothing of the defense.
+SUPPOSED = (
+    *(
+        Step(QUICK, supposes=(stage,))
+        for stage in ("seq-perm", "hidden-perm", "2d-perm", "orthogonal", "row-mixing")
+    ),
+    Step("beam-decoding", weight=4, supposes=("unknown-gaussian",)),
+    Step("beam-decoding", weight=4, supposes=("unknown-gaussian", "seq-perm")),
 )
 RAN, DONE_BEFORE, OUT_OF_TIME, CRASHED, NOT_APPLICABLE = (
     "ran", "nothing left to read", "out of time", "crashed", "not applicable"
@@ -67,9 +95,9 @@ class Attempt:
     """What one attack did.
 
     Attributes:
-        attack: its spec. allowed, seconds: that it might take, and that it took. status: one of the five words above.
-            reason: why it did not run to the end. results: by prompt, what it read. refused: it cannot be used here,
-            whatever the prompt.
+        attack: the name of its step. allowed, seconds: that it might take, and that it took. status: one of the five
+            words above. reason: why it did not run to the end. results: by prompt, what it read. refused: it cannot be
+            used here, whatever the prompt.
     """
 
     attack: str
@@ -92,6 +120,18 @@ class Diary(Protocol):
 
     def over(self, number: int, attempt: Attempt) -> None:
         """Keep what an attack did until its time, or its prompts, came to an end."""
+
+
+def steps_of(knows: str, steps: Sequence[Step]) -> Sequence[Step]:
+    """Return the steps of an attacker: who knows nothing of the defense supposes one after another as well.
+
+    Args:
+        steps: of who knows it.
+    """
+    if knows != "nothing":
+        return steps
+    ended, endless = ([step for step in steps if step.endless is kind] for kind in (False, True))
+    return (*ended, *SUPPOSED, *endless)
 
 
 def verified(result: AttackResult) -> int:
@@ -147,7 +187,10 @@ def attack_all(
     """
     looked, begun = list[_Run](), time.monotonic()
     partial = next((one.info for one in observations if one.info.positions is not None), None)
-    facts = [partial or observations[0].info if step.missing else observations[0].info for step in steps]
+    facts = [
+        step.facts(partial or observations[0].info if step.missing else observations[0].info)
+        for step in steps
+    ]
     runs = [_Run(n, step, model, seed, progress, facts[n], diary) for n, step in enumerate(steps)]
     begun -= sum(run.attempt.seconds for run in runs)
     shortest = min(range(len(observations)), key=lambda i: len(observations[i].states))
@@ -155,7 +198,7 @@ def attack_all(
     def open_to(run: _Run, prompts: Sequence[int]) -> list[tuple[int, Observation]]:
         found = [other.attempt.results for other in runs]
         return [
-            (i, observations[i])
+            (i, run.step.seen(observations[i]))
             for i in prompts
             if i not in run.attempt.results
             and (
@@ -195,8 +238,8 @@ class _Run:
         diary: Diary | None,
     ) -> None:
         self.step, self._number, self._diary = step, number, diary
-        earlier = None if diary is None else diary.earlier(number, step.attack)
-        self.attempt = Attempt(step.attack) if earlier is None else earlier
+        earlier = None if diary is None else diary.earlier(number, step.name)
+        self.attempt = Attempt(step.name) if earlier is None else earlier
         self._model, self._seed, self._progress, self._info = model, seed, progress, info
         self._attack: Attack | None = None
 

@@ -122,8 +122,8 @@ def of_attacks(samples: Sequence[Sample], attacks: Sequence[str]) -> bool:
 def unfinished(record: RunRecord, attacks: Sequence[str], out: Path | None, runs_dir: Path) -> Path | None:
     """Return the run of the same assessment that was interrupted last; None where there is none.
 
-    The same are options, minutes, attacks and inputs: prompts, and what the defense released of them. So a defense
-    whose code has changed is assessed anew.
+    The same are options, minutes, what the attacker has, attacks and inputs: prompts, and what the defense released of
+    them. So a defense whose code has changed is assessed anew.
 
     Args:
         attacks: that are tried, in order. out: the run's directory, where one is named. runs_dir: where else to look.
@@ -143,6 +143,6 @@ def unfinished(record: RunRecord, attacks: Sequence[str], out: Path | None, runs
 
 def _same(one: RunRecord, other: RunRecord) -> bool:
     def asked(record: RunRecord) -> Any:
-        return digest_of(record.spec), record.inputs_sha256, record.setup.get("minutes")
+        return digest_of(record.spec), record.inputs_sha256, record.setup
 
     return asked(one) == asked(other)

@@ -11,24 +11,14 @@ import torch
 from hiddenlab.channels import Channel
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.eval.assess.readings import truth_of
+from hiddenlab.eval.assess.session import release_all
 from hiddenlab.eval.measures.attack import degradation, name_of
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
 from hiddenlab.stages import changes_states
-from hiddenlab.types import GroundTruth, Observation, Progress
-from hiddenlab.utils.random import generator
+from hiddenlab.types import Progress
 
 UTILITY_TOKENS = 128  # of each text
-
-
-def release_all(
-    model: TruncatedModel, channel: Channel, cases: Sequence[Case], seed: int
-) -> list[tuple[Observation, GroundTruth]]:
-    """Release prompts through a channel, each with draws of its own."""
-    return [
-        channel.release(model, truth_of(case).tokens, generator(seed, "release", case.index))
-        for case in cases
-    ]
 
 
 def utility_of(

@@ -78,13 +78,15 @@ def status_of(found: Evidence) -> str:
     return HELD if found.leak.high < LITTLE and able else INCONCLUSIVE
 
 
-def sentence_of(found: Evidence, minutes: float, best: str | None) -> str:
+def sentence_of(found: Evidence, minutes: float, best: str | None, has: str = "") -> str:
     """Return the verdict in one sentence, with the figures it rests on.
 
     Args:
-        minutes: the budget. best: the attack that read most.
+        minutes: the budget. best: the attack that read most. has: what the attacker has beside the rows, behind "an
+            attacker who"; empty for nothing.
     """
     status, leak = status_of(found), found.leak
+    against = f" against an attacker who {has}" if has else ""
     of = "tokens that cannot be guessed" if found.truth else "tokens"
     read = f"{_percent(leak.value)} of the {of} ({_percent(leak.low)} to {_percent(leak.high)}"
     read += f", {count_of(leak.n, 'prompt')})"
@@ -96,13 +98,13 @@ def sentence_of(found: Evidence, minutes: float, best: str | None) -> str:
     planted = f", {found.secrets[0]} of {found.secrets[1]} planted secrets" if found.secrets[0] else ""
     if status in (BROKEN, LEAKS):
         more = f" More may: {named(found.short)} ran out of time." if found.short and leak.high < 1 else ""
-        return f"{status}: {read} came back{by}{whole}{planted}.{more}"
+        return f"{status}{against}: {read} came back{by}{whole}{planted}.{more}"
     if status == HELD:
         return (
-            f"HELD against these attacks within {minutes:g} minutes: {read} came back. This is no proof: another "
-            "attack may read more."
+            f"HELD{against or ' against these attacks'} within {minutes:g} minutes: {read} came back. This is no "
+            "proof: another attack may read more."
         )
-    return f"INCONCLUSIVE: {read} came back{by if not found.truth else ''}, and {_why(found)}."
+    return f"INCONCLUSIVE{against}: {read} came back{by if not found.truth else ''}, and {_why(found)}."
 
 
 def _why(found: Evidence) -> str:

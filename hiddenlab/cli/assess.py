@@ -11,13 +11,14 @@ from typer import Argument, Option
 from hiddenlab import options as o
 from hiddenlab import registry
 from hiddenlab.assessment import Assessment
+from hiddenlab.attacker import Attacker
 from hiddenlab.cli.attack import ready
 from hiddenlab.cli.compare import stages_of
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.cli.verdicts import BAD, GOOD, OPEN
 from hiddenlab.config import ATTACK_OPTIONS, IMPORT_OPTIONS, AttackConfig
-from hiddenlab.errors import InputError
+from hiddenlab.errors import NEEDS_CODE, InputError
 from hiddenlab.summary import figure
 
 INTERRUPTED = 130
@@ -30,8 +31,10 @@ LEFT_OUT = (
 
 
 @takes(AttackConfig, leave_out=LEFT_OUT)
+@takes(Attacker, name="attacker")
 def assess(
     config: AttackConfig,
+    attacker: Attacker,
     defense: Annotated[
         list[str] | None,
         Argument(
@@ -69,13 +72,14 @@ def assess(
         )
     stages = tuple(stage for spec in defense or () for stage in stages_of(spec))
     config = ready(replace(config, defense=stages))
-    result = conduct(config, minutes, out=out, runs_dir=runs_dir, keep=not no_record, json=json)
+    result = conduct(config, minutes, attacker, out=out, runs_dir=runs_dir, keep=not no_record, json=json)
     raise typer.Exit(result.findings["exit_code"])
 
 
 def conduct(
     config: AttackConfig,
     minutes: float,
+    attacker: Attacker,
     *,
     out: Path | None = None,
     runs_dir: Path = Path("runs"),
@@ -94,7 +98,14 @@ def conduct(
     try:
         with only_json(json), bars() as progress:
             result: Assessment = run(
-                config, minutes, out, runs_dir=runs_dir, keep=keep, resume=resume, progress=progress
+                config,
+                minutes,
+                out,
+                attacker=attacker,
+                runs_dir=runs_dir,
+                keep=keep,
+                resume=resume,
+                progress=progress,
             )
     except Interrupted as stopped:
         if stopped.run is None or stopped.run.path is None:
@@ -136,6 +147,8 @@ def show(result: Mapping[str, Any]) -> None:
             ["exact prompts", _interval(result["exact"])],
             ["ROUGE-L", figure("rouge_l", result["rouge_l"]["value"])],
         ]
+    if has := result["attacker"]["words"]:
+        rows.append(["the attacker", has])
     if secrets is not None:
         rows.append(["planted secrets read", f"{secrets['read']} of {secrets['planted']}"])
     if "reason" not in cost:
@@ -168,6 +181,8 @@ def show(result: Mapping[str, Any]) -> None:
             "the attacks, in order",
         )
     )
+    if unused := [one["attack"] for one in result["attacks"] if one["reason"] == NEEDS_CODE]:
+        screen.print(f"Not used, since {NEEDS_CODE}: {', '.join(unused)}.", soft_wrap=True)
     for one in result["attacks"]:
         if one["status"] == "crashed":
             screen.print(f"{one['attack']} crashed: {one['reason']}", soft_wrap=True)

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 def takes(
-    config: type, leave_out: tuple[str, ...] = ()
+    config: type, leave_out: tuple[str, ...] = (), name: str = "config"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of a configuration class as options; the command gets one ``config`` in their place.
+    """Give a command the fields of a configuration class as options; the command gets one object in their place.
 
     Args:
         config: a dataclass whose fields are ``Annotated[type, typer.Option(…)]``.
-        leave_out: fields that stay at their defaults.
+        leave_out: fields that stay at their defaults. name: of the command's parameter for the object.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -32,9 +32,9 @@ def takes(
         ]
         own_hints = get_type_hints(function, include_extras=True)
         own = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own_hints[name])
-            for name, parameter in inspect.signature(function).parameters.items()
-            if name != "config"
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own_hints[own_name])
+            for own_name, parameter in inspect.signature(function).parameters.items()
+            if own_name != name
         ]
 
         @wraps(function)
@@ -43,7 +43,7 @@ def takes(
             for field in fields:
                 if _is_tuple(hints[field.name]):
                     options[field.name] = tuple(options[field.name] or ())
-            function(config=config(**options), **given)
+            function(**{name: config(**options)}, **given)
 
         signature = inspect.Signature([*parameters, *own], return_annotation=None)
         command.__signature__ = signature  # type: ignore[attr-defined]

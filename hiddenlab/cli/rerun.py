@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from hiddenlab import options as o
 from hiddenlab import registry
+from hiddenlab.attacker import Attacker
 from hiddenlab.cli.attack import conduct, payload
 from hiddenlab.cli.console import print_json, stderr, stdout
 from hiddenlab.cli.workers import AddressOpt, WorkersOpt
@@ -159,7 +160,9 @@ def _resume(
         minutes = record.setup.get("minutes")
         if not isinstance(minutes, float | int):
             raise InputError(f"{run} is damaged: it does not say how many minutes it may take")
-        result = assess(AttackConfig.from_json(record.spec), minutes, json=json, resume=run)
+        has = {name: value for name, value in record.setup.items() if name != "minutes"}
+        attacker = Attacker.from_json(has, f"{run}, setup")
+        result = assess(AttackConfig.from_json(record.spec), minutes, attacker, json=json, resume=run)
         raise typer.Exit(result.findings["exit_code"])
     run_again = conduct(AttackConfig.from_json(record.spec), json=json, resume=run, **spread)
     if json:

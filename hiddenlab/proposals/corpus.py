@@ -108,6 +108,14 @@ class Corpus:
         start = self._random.randrange(max(1, len(ids) - n))
         return torch.tensor((self._special + ids[start : start + n])[:n])
 
+    def text_of(self, n: int) -> Int[Tensor, " n"]:
+        """Return exactly n tokens of running text; texts that are too short are joined."""
+        parts, missing = list[Tensor](), n
+        while missing > 0:
+            parts.append(self.text_window(missing))
+            missing -= len(parts[-1])
+        return torch.cat(parts)
+
     def beginning(self, n: int) -> Int[Tensor, " n"]:
         """Return the first tokens of a text, up to n, as the tokenizer would start a prompt."""
         ids = self._document()

@@ -60,6 +60,7 @@ def lines(run: Run, image: str, table_html: Callable[[Grid, str], str]) -> Itera
         ("states", f"{found['stream']} at layer {found['layer']}"),
         ("prompts", str(found["prompts"])),
         ("minutes for all attacks", f"{found['minutes']:g}"),
+        *_attacker(found),
         *figures(found),
     ]
     listed = "".join(f"<div><dt>{html(label)}</dt><dd>{html(text)}</dd></div>" for label, text in named)
@@ -78,6 +79,12 @@ def lines(run: Run, image: str, table_html: Callable[[Grid, str], str]) -> Itera
         more = f", the first {SHOWN} of {len(samples)}" if len(samples) > SHOWN else ""
         shown = f"{legend(samples)}\n{prompts_html(samples, SHOWN)}"
         yield f"<details><summary>All prompts as the attacker reads them{more}</summary>{shown}</details>"
+
+
+def _attacker(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what the attacker has beside the rows, where he has anything."""
+    if has := found["attacker"]["words"]:
+        yield "the attacker", has
 
 
 def _leakiest(run: Run) -> Iterator[str]:
@@ -165,7 +172,7 @@ def markdown_lines(run: Run, image: str) -> list[str]:
     title, said = (markdown(text) for text in heading(run))
     worst = found["leakiest"]
     lines = [f"## {title}", "", said, ""]
-    lines += [f"- {label}: {markdown(text)}" for label, text in figures(found)]
+    lines += [f"- {label}: {markdown(text)}" for label, text in (*_attacker(found), *figures(found))]
     lines += [f"- {markdown(reason)}" for reason in unmeasured(found)]
     lines += [] if found["truth"] else [f"- {UNKNOWN}"]
     if worst is not None:

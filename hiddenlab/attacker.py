@@ -1,0 +1,103 @@
+"""Declare once what the attacker of an assessment knows and has; the command line and records read it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from typer import Option
+
+from hiddenlab.text import count_of
+from hiddenlab.utils.schema import CLOSED, check
+
+PANEL = "Attacker"  # the group of options in help
+MOST_TEXTS = 1000
+Texts = Annotated[int, Field(ge=0, le=MOST_TEXTS)]
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """Hold what an attacker knows, of which texts he also sees the rows, and how long a key of the defense lives.
+
+    A key is what a defense draws once for several requests, if several share it: an order, a permutation, a matrix
+    (``hiddenlab.utils.random.key_of``). Noise is drawn afresh for each request, whatever the key.
+    """
+
+    __pydantic_config__ = CLOSED
+
+    knows: Annotated[
+        Literal["code", "facts", "nothing"],
+        Option(
+            "--knows",
+            rich_help_panel=PANEL,
+            help="What the attacker knows of the defense. code: its code and public facts; he may release texts of his "
+            "own. facts: the public facts alone. nothing: he sees rows, and supposes one defense after another.",
+        ),
+    ] = "code"
+    key: Annotated[
+        Literal["request", "session", "forever"],
+        Option(
+            "--key",
+            rich_help_panel=PANEL,
+            help="How long a key of the defense lives. request: each text has its own. session: a prompt and its known "
+            "texts share one. forever: all prompts and known texts share one.",
+        ),
+    ] = "request"
+    known: Annotated[
+        Texts,
+        Option(
+            "--known",
+            metavar="N",
+            min=0,
+            max=MOST_TEXTS,
+            rich_help_panel=PANEL,
+            help="Ordinary texts, as long as the prompt, that the attacker has together with their released rows.",
+        ),
+    ] = 0
+    chosen: Annotated[
+        Texts,
+        Option(
+            "--chosen",
+            metavar="N",
+            min=0,
+            max=MOST_TEXTS,
+            rich_help_panel=PANEL,
+            help="The same of texts that he picks himself: random tokens, of the length that teaches most.",
+        ),
+    ] = 0
+
+    @property
+    def words(self) -> str:
+        """What differs from who knows the code and has no texts, behind "an attacker who"; empty for that one."""
+        under = {
+            "request": "keys of their own", "session": "the key of each prompt", "forever": "the one key of all prompts"
+        }  # fmt: skip
+        texts = [
+            count_of(count, f"{kind} text")
+            for kind, count in (("known", self.known), ("chosen", self.chosen))
+            if count
+        ]
+        knows = {
+            "code": "", "facts": "knows the public facts of the defense and not its code",
+            "nothing": "knows nothing of the defense",
+        }[self.knows]  # fmt: skip
+        has = f"has {' and '.join(texts)} under {under[self.key]}" if texts else ""
+        return " and ".join(filter(None, (knows, has)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all options by name, as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], where: str = "the attacker") -> "Attacker":
+        """Rebuild an attacker from the result of ``to_json``, with every option checked.
+
+        Raises:
+            InputError: an option is unknown to this version, or has an invalid value.
+        """
+        # Records keep numbers as floats.
+        whole = {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in data.items()
+        }
+        return check(whole, cls, where)
