@@ -171,6 +171,10 @@ def test_figures_are_those_of_the_stored_tables() -> None:
             {"tokens": 30, "shards": ",".join(map(str, range(29))) + ";29"},
             ["CompNode 1 reads its own 1 of 30 tokens; 29"],
         ),
+        (
+            {"tokens": 64, "alpha": 8, "c": 8, "harden": "client:first=1,last=1"},
+            ["CompNode 0 reads its own 8 of 64 tokens, since it holds rows of all tokens up to the last"],
+        ),
         ({"tokens": 8, "alpha": 2, "client": "0"}, ["CompNode 0 is the client's, who knows the prompt"]),
     ],
 )

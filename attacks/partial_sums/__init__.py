@@ -17,7 +17,7 @@ to 0, o being the output. So the tokens of a gap follow, and their order, where 
 behind it have query heads for a key/value head.
 
 Where the client computes the first layers, value vectors depend on the tokens before. They are read in order then, see
-``in_order``.
+``in_order``; behind noise that the client adds by a beam, see ``in_noise``.
 """
 
 import time
@@ -25,6 +25,7 @@ import time
 import torch
 
 from hiddenlab.attacks.partial_sums.first import solve
+from hiddenlab.attacks.partial_sums.in_noise import NoisyReader
 from hiddenlab.attacks.partial_sums.in_order import Reader
 from hiddenlab.attacks.partial_sums.sums import View
 from hiddenlab.base import Attack
@@ -35,6 +36,8 @@ from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.models import TruncatedModel
 from hiddenlab.text import count_of
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
+
+Reads = FirstLayer | Reader | NoisyReader  # what reads views, by what the client does
 
 CANDIDATES = 4  # candidates of a missing token that are compared with their weights
 
@@ -55,11 +58,16 @@ class PartialSums(Attack):
     The first token that too few rows show ends the attack. Tokens of a cluster that it leaves unfinished are not
     verified.
 
+    Behind Gaussian noise of a known deviation (``--harden 'client:…|noise:…'``) several hypotheses are weighed. How far
+    from the sums right and wrong tokens lie is learned on own text, a minute or more for each plan and length of
+    prompt. No token is verified.
+
     Knows: the weights, the plan, what the node holds and receives. Does not know: other nodes' rows.
 
     Args:
         candidates: tokens compared for each missing one, at layer 1.
-        budget: tokens tried for one position at most, behind other layers; None is the whole vocabulary.
+        budget: tokens tried for one position at most, behind other layers; None is the whole vocabulary. Behind noise,
+            tokens tried behind each of eight hypotheses; None is 160.
     """
 
     use_when = (
@@ -71,7 +79,7 @@ class PartialSums(Attack):
         if candidates < 1 or (budget is not None and budget < 1):
             raise InputError(f"candidates and budget must be at least 1, not {candidates} and {budget}")
         self.candidates, self.budget = candidates, budget
-        self._prepared: tuple[tuple[TruncatedModel, str], FirstLayer | Reader] | None = None
+        self._prepared: tuple[tuple[TruncatedModel, str, float | None], Reads] | None = None
 
     def _forget(self) -> None:
         self._prepared = None
@@ -83,18 +91,23 @@ class PartialSums(Attack):
             NotApplicableError: no combined view of a CompNode, or noise was added.
         """
         found = self._reads(info)
-        if isinstance(found, Reader):
+        if isinstance(found, NoisyReader):
+            found.noise.evidence(info.positions or (), info.facts["shards"])
+        elif isinstance(found, Reader):
             _ = found.table
         elif not found.moves:
             found.values(0)
         return {}
 
-    def _reads(self, info: ObservationInfo) -> FirstLayer | Reader:
+    def _reads(self, info: ObservationInfo) -> Reads:
         _check(info)
-        key = (self.model, info.provider_dtype)
+        key = (self.model, info.provider_dtype, info.noise_sigma)
         if self._prepared is None or self._prepared[0] != key:
             if self.model.site.layer == 1:
-                made: FirstLayer | Reader = FirstLayer(self.model)
+                made: Reads = FirstLayer(self.model)
+            elif info.noise_sigma is not None:
+                layer, speaker = InnerLayer(self.model, info.provider_dtype), LazyModel(self.model)
+                made = NoisyReader(layer, speaker, info.noise_sigma, self.budget, self.seed, self.progress)
             else:
                 layer = InnerLayer(self.model, info.provider_dtype)
                 made = Reader(layer, LazyModel(self.model), self.budget, self.seed, self.progress)
@@ -110,14 +123,16 @@ class PartialSums(Attack):
                 token.
         """
         reads = self._reads(observation.info)
-        layer = reads.layer if isinstance(reads, Reader) else reads
+        layer = reads if isinstance(reads, FirstLayer) else reads.layer
         started, before = time.perf_counter(), layer.counters()
-        view = View.of(observation, self.model.device)
+        # Behind noise all but the model's passes is on the CPU.
+        where = torch.device("cpu") if isinstance(reads, NoisyReader) else self.model.device
+        view = View.of(observation, where)
         view.check(layer)
-        if isinstance(reads, Reader):
-            found = reads.read(view)
-        else:
+        if isinstance(reads, FirstLayer):
             found = solve(view, reads, self.candidates, self.seed, self.progress)
+        else:
+            found = reads.read(view)
         positions, missing = sorted(found.tokens), view.positions[-1] + 1 - len(view.positions)
         left_out = view.positions[-1] + 1 - len(positions)
         if view.divisor is None and missing and not any(p not in view.row_of for p in positions):
@@ -168,8 +183,14 @@ def _check(info: ObservationInfo) -> None:
             f"{info.site} is no combined view of a CompNode: that is --stream attn at the first layer that nodes "
             "compute, which is 1, or 5 behind --harden client:first=4 ('cascade run --record' names the command)"
         )
-    if info.channel:
+    noisy = info.noise_sigma is not None and [one.partition(":")[0] for one in info.channel] == ["gaussian"]
+    if info.channel and not noisy:
         raise NotApplicableError(
-            f"this attack reads sums as they are, not behind {' + '.join(info.channel)}; shard-reading reads rows, "
-            "with --stream resid"
+            f"this attack reads sums as they are or behind gaussian, not behind {' + '.join(info.channel)}; "
+            "shard-reading reads rows, with --stream resid"
+        )
+    if noisy and (info.site.layer == 1 or "shards" not in info.facts):
+        raise NotApplicableError(
+            "behind noise this attack reads the sums of each key shard, behind layers of the client; shard-reading "
+            "reads rows, with --stream resid"
         )

@@ -222,7 +222,9 @@ def _attacks_on(plan: Plan, node: int, hardening: Hardening, heads: tuple[int, i
     """Return the tokens of other nodes that each attack on a CompNode reads, by the key of ``EVIDENCE``."""
     rows, room = plan.shards[node], ROOM if hardening.first_layer else 1
     masked = outputs_read(rows, *heads, room) if hardening.masked_sums is not None else None
-    if hardening.noise is not None:  # values are not exact then, and no attack on sums was written
+    if (
+        hardening.noise is not None
+    ):  # partial-sums reads some prompts behind it; that was not measured enough to judge
         return {}
     if hardening.first_layer:
         if masked is not None:
@@ -402,6 +404,8 @@ def sentence(group: Sequence[Verdict]) -> str:
             what += f", and {_range(v.others for v in group)} more ({EVIDENCE[one.evidence or ''].at})"
     elif not one.others:
         what = f"{read} {its} own {_range(v.own for v in group)} of {total}"
+        if one.status == NOT_PRIVATE:
+            what += f", since {'they hold' if many else 'it holds'} rows of all tokens up to the last of them"
     elif one.not_measured:
         what = (
             f"{read} {_range(v.read for v in group)} of {total}, {_range(v.others for v in group)} of them held by "

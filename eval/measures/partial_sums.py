@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hiddenlab.attacks.partial_sums import PartialSums
+from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade.nodes import attention_pass
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Figures
@@ -16,6 +17,7 @@ from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.prompts import load_prompts
 from hiddenlab.sharding import Plan
 from hiddenlab.types import Observation, ObservationInfo, Progress, Site, silent
+from hiddenlab.utils.random import generator
 
 STREAMS = ("q", "k", "v")
 
@@ -31,7 +33,13 @@ def node_streams(model: str, first: int, device: str) -> dict[str, TruncatedMode
 
 
 def node_view(
-    streams: dict[str, TruncatedModel], tokens: list[int], plan: Plan, node: int, masked: bool = False
+    streams: dict[str, TruncatedModel],
+    tokens: list[int],
+    plan: Plan,
+    node: int,
+    masked: bool = False,
+    noise: float = 0.0,
+    seed: int = 0,
 ) -> Observation:
     """Compute what a CompNode holds and receives in the first layer that nodes compute, as an observation.
 
@@ -44,15 +52,21 @@ def node_view(
         plan: of the prompt.
         node: index of the CompNode.
         masked: whether masked sums leave it the attention output alone.
+        noise: standard deviation at the client's embeddings. seed: of the noise.
     """
-    held, prompt = list(plan.shards[node]), torch.tensor(tokens)
-    q, k, v = (streams[name].encode(prompt) for name in STREAMS)
+    held = list(plan.shards[node])
+    channel = Channel.parse([f"gaussian:sigma={noise}"] if noise else [])
+    # Each stream gets the same noise.
+    q, k, v, enters = (
+        channel.release(streams[name], tokens, generator(seed, "release", 0))[0].states
+        for name in (*STREAMS, "own")
+    )
     attention = streams["k"].attention
     assert attention is not None
     heads = int(streams["q"].module.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
     width = q.shape[1] // heads
     q, k, v = (rows.unflatten(1, (-1, width)).transpose(0, 1) for rows in (q, k, v))
-    columns = [streams["own"].encode(prompt)[held]]
+    columns = [enters[held]]
     facts: dict[str, Any] = {"heads": heads, "own": columns[0].shape[1]}
     splits = [list(split) for split in plan.splits]
     for keys in [list(range(len(tokens)))] if masked else splits:
@@ -66,7 +80,7 @@ def node_view(
         own.ref.name, own.signature, Site(streams["k"].site.layer, "attn"), positions=tuple(held),
         facts=facts if masked else {**facts, "shards": splits},
     )  # fmt: skip
-    return Observation(torch.cat(columns, 1).clamp(min=lowest), info)
+    return Observation(torch.cat(columns, 1).clamp(min=lowest), channel.published(info))
 
 
 def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> Figures:
@@ -81,7 +95,8 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
 
     Args:
         spec: model, prompts, limit, max_tokens, alpha, c, m, node, seed, device; masked, where sums are masked; first,
-            how many layers the client computes before, where he computes some.
+            how many layers the client computes before, where he computes some; noise, the standard deviation at his
+            embeddings, where he adds some.
 
     Raises:
         InputError: no prompt is long enough, or the node misses no token before its last row.
@@ -100,7 +115,15 @@ def partial_sums(spec: dict[str, Any], folder: Path, progress: Progress = silent
         raise InputError(f"no prompt of {length} tokens gives CompNode {spec['node']} anything to find")
     rows = []
     for i, tokens in enumerate(prompts):
-        observation = node_view(streams, tokens, plan, spec["node"], spec.get("masked", False))
+        observation = node_view(
+            streams,
+            tokens,
+            plan,
+            spec["node"],
+            spec.get("masked", False),
+            spec.get("noise", 0.0),
+            spec["seed"] + i,
+        )
         result = attack.fit(observation.info, truncated, spec["seed"]).recover(observation)
         places = result.positions or range(len(result.tokens))
         right = {

@@ -60,11 +60,13 @@ def hardening(
             leak = {"nodes": [node], "noise": noise, "first": hard.client.first, "last": hard.client.last}
             rows = {**options, "alpha": alpha, "c": c, **leak}
             cells.append(Cell("node-reading", rows, {"hardening": spec, "part": ROWS}))
-        if hard.shares is None and not noise:
-            keys, masked = {"hardening": spec, "part": LEAK}, hard.masked_sums is not None
+        masked = hard.masked_sums is not None
+        # Of noise behind masked sums no attack on sums was written.
+        if hard.shares is None and not (noise and masked):
+            keys = {"hardening": spec, "part": LEAK}
             first = 0 if hard.client is None else hard.client.first
             limited = replace(setting, limit=options["limit"])
-            cells.append(sums_cell(limited, keys, alpha, c, 1, node, masked, first))
+            cells.append(sums_cell(limited, keys, alpha, c, 1, node, masked, first, noise))
     layers = int(load_config(resolve_model(setting.model)).num_hidden_layers)
     shared = {name: options[name] for name in ("model", "seed", "prompts", "max_tokens")} | {
         "limit": 1, "layers": layers - 1, "alpha": alpha, "c": c, "m": 1, "timeout": MPC_SECONDS,
@@ -85,7 +87,7 @@ def hardening(
             "Others' tokens are those before the node's last row that it does not hold, and the attack is "
             "partial-sums: on sums by key shard, which secret-maps leave as they are for CompNodes, who have the "
             "secret; or on the attention output that masked sums leave. It verifies what it reads, so that no control "
-            "is subtracted. It does not read behind noise.",
+            "is subtracted. Behind noise it verifies nothing: compare with the control of shard-reading.",
             "By rows alone: shard-reading on the rows of the nodes' first and last layer, beside its control, which is "
             "what a language model guesses from the tokens that the node is meant to hold.",
             "On shares a node gets random numbers, by construction; nothing is measured, and 0 stands there. "

@@ -145,20 +145,26 @@ def _small_plans(grid: str) -> list[tuple[int, int]]:
     return pairs
 
 
-def partial_sums(setting: Setting, masked: bool = False, first: int = 0) -> Experiment:
+def partial_sums(setting: Setting, masked: bool = False, first: int = 0, noise: float = 0.0) -> Experiment:
     """Measure how many of other nodes' tokens a CompNode reads from its first layer's attention (Theorem 7.3, P.2).
 
     Args:
         masked: what masked sums leave a CompNode, the attention output, in place of sums by key shard.
         first: how many layers the client computes before; 0 for none.
+        noise: standard deviation of the noise that the client adds to his embeddings, before layers of his.
+
+    Raises:
+        InputError: noise without layers of the client, or with masked sums.
     """
+    if noise < 0 or (noise and (masked or not first)):
+        raise InputError("noise is above 0, needs first of at least 1, and is read without masked")
     tokens, plans = shard_tokens(setting), ((4, 4, 1), (8, 8, 1), (8, 8, 4), (12, 8, 8))
     if masked:
         plans = ((2, 8, 1), (4, 2, 1), (4, 8, 1), (8, 1, 1))
     cells, layer = [], first + 1
     for alpha, c, m in plans:
         keys = {"alpha": alpha, "c": c, "m": m, "node": f"CompNode {alpha - 1}"}
-        cells.append(sums_cell(setting, keys, alpha, c, m, alpha - 1, masked, first))
+        cells.append(sums_cell(setting, keys, alpha, c, m, alpha - 1, masked, first, noise))
     what, rule = (
         f"m, e and u of layer {layer} tell",
         (
@@ -190,7 +196,11 @@ def partial_sums(setting: Setting, masked: bool = False, first: int = 0) -> Expe
             "that other nodes hold before the node's last row; what stands behind that row does not reach it.",
             rule,
             *(
-                [f"The client computes {count_of(first, 'layer')} before; tokens are read one after another."]
+                [
+                    f"The client computes {count_of(first, 'layer')} before"
+                    + (f", behind noise of {noise:g} at his embeddings" if noise else "")
+                    + "; tokens are read one after another."
+                ]
                 if first
                 else []
             ),
@@ -208,15 +218,17 @@ def sums_cell(
     node: int,
     masked: bool = False,
     first: int = 0,
+    noise: float = 0.0,
 ) -> Cell:
     """Make the cell of what a CompNode reads of the others' tokens in m, e and u of the first layer of the nodes.
 
     Args:
-        masked, first: see ``partial_sums``.
+        masked, first, noise: see ``partial_sums``.
     """
     source = {**setting.source(), "max_tokens": shard_tokens(setting)}
     spec = {**setting.where(), **source, "alpha": alpha, "c": c, "m": m, "node": node}
-    changed = {name: value for name, value in (("masked", masked), ("first", first)) if value}
+    special = {"masked": masked, "first": first, "noise": noise}
+    changed = {name: value for name, value in special.items() if value}
     return Cell("partial-sums", spec | changed, keys)
 
 

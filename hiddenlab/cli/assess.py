@@ -188,7 +188,9 @@ def show(result: Mapping[str, Any]) -> None:
             screen.print(f"{one['attack']} crashed: {one['reason']}", soft_wrap=True)
     if result["undefended"]:
         told = ", ".join(
-            f"{one['attack']} {100 * one['leak']['value']:.0f} %" for one in result["undefended"]
+            f"{one['attack']} "
+            + (f"{100 * one['leak']['value']:.0f} %" if one["status"] != "not applicable" else one["status"])
+            for one in result["undefended"]
         )
         screen.print(f"Without the defense, in as much time: {told}.", soft_wrap=True)
     for name in ("utility", "cost"):

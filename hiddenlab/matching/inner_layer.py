@@ -34,6 +34,11 @@ class InnerLayer(AttentionHeads):
         self._groups, self._keys, self._values = q.shape[1] // k.shape[1], k.shape[1], v.shape[1]
 
     @property
+    def widths(self) -> tuple[int, int, int]:
+        """Numbers of a token's queries, keys and values."""
+        return self._keys * self._groups, self._keys, self._values
+
+    @property
     def groups(self) -> int:
         return self._groups
 

@@ -155,7 +155,12 @@ def attacks(found: Mapping[str, Any]) -> Grid:
 def undefended(found: Mapping[str, Any]) -> Grid:
     """Return the table of what the attacks read without the defense."""
     rows = [
-        [one["attack"], one["status"], _interval(one["leak"]), f"{one['seconds']:.0f}"]
+        [
+            one["attack"],
+            one["status"],
+            "–" if one["status"] == "not applicable" else _interval(one["leak"]),
+            f"{one['seconds']:.0f}",
+        ]
         for one in found["undefended"]
     ]
     return Grid(["attack", "what it did", "leak", "seconds"], rows, 2, 0, [])
