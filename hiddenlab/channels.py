@@ -25,6 +25,7 @@ from hiddenlab.secret_maps import mixes_rows
 from hiddenlab.stages import (
     LOAD_OPTIONS,
     REPLACED,
+    SUPPOSED,
     Defense,
     Mixing,
     Replacement,
@@ -442,13 +443,12 @@ def as_whole(info: ObservationInfo) -> ObservationInfo:
     So one preparation serves any choice of rows. Rows are matched with the tokens that they are of; what those stood
     for is another question.
     """
-    facts = {name: value for name, value in info.facts.items() if name not in (*SELECTION_FACTS, REPLACED)}
+    facts = {name: value for name, value in info.facts.items() if name not in (*SELECTION_FACTS, REPLACED, SUPPOSED)}
     return replace(
         info,
         positions=None,
         channel=Channel.parse(info.channel).of_shown_tokens().specs,
         facts=facts,
-        supposed=False,
     )
 
 

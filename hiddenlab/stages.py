@@ -16,6 +16,7 @@ from hiddenlab.types import ObservationInfo, Site
 
 LOAD_OPTIONS = ("dtype", "quantization")
 REPLACED = "replaced_tokens"  # the fact that rows are of other tokens than the prompt's
+SUPPOSED = "supposed_channel"  # the fact that an attacker supposes the channel, whose code he does not know
 
 
 @runtime_checkable
@@ -296,6 +297,16 @@ def with_replacement(info: ObservationInfo) -> ObservationInfo:
 def are_replaced(info: ObservationInfo) -> bool:
     """Return whether rows are of tokens that a defense put in place of the prompt's."""
     return bool(info.facts.get(REPLACED))
+
+
+def with_supposed(info: ObservationInfo) -> ObservationInfo:
+    """Return public facts whose channel is what an attacker supposes."""
+    return replace(info, facts={**info.facts, SUPPOSED: True})
+
+
+def is_supposed(info: ObservationInfo) -> bool:
+    """Return whether an attacker only supposes the channel."""
+    return bool(info.facts.get(SUPPOSED))
 
 
 def permutes_rows(defense: Defense) -> bool:

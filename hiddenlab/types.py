@@ -91,7 +91,6 @@ class ObservationInfo:
         quantization: None, ``"int8"`` or ``"nf4"``: how the provider's weights were quantized.
         positions: positions of the rows in the prompt, ascending, where only some were seen; None is all.
         facts: further public facts that a third party's defense adds; JSON values only.
-        supposed: the channel is what an attacker supposes, who does not know the code of the one that rows passed.
     """
 
     __pydantic_config__ = CLOSED
@@ -108,7 +107,6 @@ class ObservationInfo:
     quantization: Annotated[str, one_of(*QUANTIZATIONS)] | None = None
     positions: Annotated[tuple[Position, ...], AfterValidator(_ascending)] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    supposed: bool = False
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.ensemble import ATTACKS, SUPPOSED, Step, attack_all, steps_of
 from hiddenlab.eval.assess.hiding import as_known, stand_ins
 from hiddenlab.models import TruncatedModel
-from hiddenlab.stages import Stage
+from hiddenlab.stages import Stage, is_supposed
 from hiddenlab.types import Observation, ObservationInfo, Site, silent
 from tests.planted_faults import OneOrder
 
@@ -55,7 +55,7 @@ def test_what_stands_in_has_the_same_public_facts(tiny_model: Truncated, spec: s
     model = tiny_model("llama", 2)
     observation = release(model, spec)
     known = as_known(observation, model, Attacker(knows="facts"))
-    assert known.info.supposed and torch.equal(known.states, observation.states)
+    assert is_supposed(known.info) and torch.equal(known.states, observation.states)
     bare = ObservationInfo(
         observation.info.model, observation.info.signature, observation.info.site,
         provider_dtype=observation.info.provider_dtype, quantization=observation.info.quantization,
@@ -84,7 +84,11 @@ def test_who_knows_nothing_gets_rows_model_and_site(tiny_model: Truncated, spec:
     known = as_known(observation, model, Attacker(knows="nothing"))
     plain = release(model, "identity").info
     assert torch.equal(known.states, observation.states)
-    assert asdict(known.info) == {**asdict(plain), "channel": (), "supposed": True}
+    assert asdict(known.info) == {
+        **asdict(plain),
+        "channel": (),
+        "facts": {**plain.facts, "supposed_channel": True},
+    }
     told = json.dumps(asdict(known.info))
     assert not any(name.partition(":")[0] in told for name in spec.split("+"))
 

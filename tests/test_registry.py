@@ -104,8 +104,8 @@ def test_describe_gives_summary_and_parameters() -> None:
 
 def test_describe_lists_what_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.BUILTINS["defenses"], "broken", "no_such_module_here:Broken")
-    line = registry.describe("defenses")[-1]
-    assert line.name == "broken" and line.summary.startswith("not usable: cannot load the defense 'broken'")
+    line = next(line for line in registry.describe("defenses") if line.name == "broken")
+    assert line.summary.startswith("not usable: cannot load the defense 'broken'")
 
 
 # ---- parameters

@@ -9,7 +9,7 @@ row. No paper describes this.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hiddenlab.attacks.partial_sums.first import Found
 from hiddenlab.attacks.partial_sums.sums import Step, View, step_of
+from hiddenlab.matching.in_turn import TEXT, in_chunks, likeliest, nearness
 from hiddenlab.matching.inner_layer import InnerLayer
 from hiddenlab.matching.ranking import Continuations, LazyModel
 from hiddenlab.models import Prefix
@@ -30,9 +31,6 @@ from hiddenlab.types import Progress
 # the second one, others are run too, since the next token of a cluster may lie as near (docs/log/055).
 SURE, WITHIN = 1e-5, 1e-3
 APART = 30.0  # how many times as much the next best of all tokens leaves where a token between the limits is verified
-WEIGHT = 2.0  # of a standard deviation nearer to the span, beside a nat of the language model's
-CHUNKS = (16, 64, 512, 4096)  # candidates that are run at once, before all others
-TEXT = 16  # tokens of own text behind which the vocabulary's value vectors are tabulated
 
 Test = Callable[[Float[Tensor, "c k"], Float[Tensor, "c v"]], Float[Tensor, " c"]]
 
@@ -105,7 +103,7 @@ class _Prompt:
         order = self._likeliest(test)[: self.reader.budget]
         best, second, chosen = math.inf, math.inf, 0
         tried = order[:0]
-        for tokens in _chunks(order):
+        for tokens in in_chunks(order):
             left = test(*self.reader.layer.branch(self.prefix, tokens))
             tried = torch.cat([tried, tokens])
             least = left.topk(min(2, len(left)), largest=False)
@@ -152,9 +150,8 @@ class _Prompt:
     def _likeliest(self, test: Test) -> Int[Tensor, " v"]:
         """Return the vocabulary, the likeliest tokens first, by the language model and by a test of the table."""
         left = test(*self.reader.table)
-        scores = WEIGHT * (left.mean() - left) / left.std().clamp(min=1e-12)
         said = self.following.after(self.tokens, [()])
-        return (scores if said is None else scores + said[0].to(scores)).argsort(descending=True)
+        return likeliest(nearness(left), None if said is None else said[0])
 
     def _own(self, position: int) -> Test:
         """Compare keys and values with those of the node's own row."""
@@ -208,12 +205,3 @@ class _Prompt:
             if step is not None and max(step.room) >= ROOM:
                 return step
         return None
-
-
-def _chunks(order: Int[Tensor, " c"]) -> Iterator[Int[Tensor, " some"]]:
-    """Yield the first tokens in growing chunks, and then all others."""
-    start = 0
-    for size in (*CHUNKS, len(order)):
-        if start < len(order):
-            yield order[start : start + size]
-        start += size

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hiddenlab.attacks.partial_sums.clusters import Cluster, clusters_of
 from hiddenlab.attacks.partial_sums.sums import View
+from hiddenlab.matching.in_turn import TEXT
 from hiddenlab.matching.inner_layer import InnerLayer
 from hiddenlab.models import Prefix, Request
 from hiddenlab.proposals.corpus import Corpus
@@ -26,7 +27,6 @@ Test = Callable[["Candidates", bool], dict[str, Tensor]]  # whether candidates w
 WINDOWS, LENGTH = 40, 96  # own text on which the noise of keys and values is learned
 TEXTS = 6  # own prompts on which right and wrong tokens are compared
 TAIL = 15.0  # degrees of freedom of Student's distribution, which allows for tokens unlike those of own text
-BEFORE = 16  # tokens of own text behind which the vocabulary is tabulated
 TRIES = 100  # own texts that are looked at for a long enough one
 WRONG = 8  # wrong candidates of a position
 POWERS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -37,7 +37,7 @@ DOUBT = {
     "own": 1e-4,
     "table own value": 1e-4,
     "whole": 1e-3,
-}  # share of wrong candidates that look like right ones
+}
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,12 @@ class NoiseModel:
     @cached_property
     def table(self) -> "Candidates":
         """The whole vocabulary behind a few tokens of own text."""
-        return self._table(self.corpus.text_window(BEFORE))
+        return self._table(self.corpus.text_window(TEXT))
 
     @cached_property
     def opening(self) -> "Candidates":
         """The whole vocabulary as a prompt's first token."""
-        return self._table(self.corpus.text_window(BEFORE)[:0])
+        return self._table(self.corpus.text_window(TEXT)[:0])
 
     def _table(self, before: Int[Tensor, " n"]) -> "Candidates":
         model = self.layer.model

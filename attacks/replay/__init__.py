@@ -25,7 +25,7 @@ from hiddenlab.matching.ranking import Continuations, LazyModel
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.row_facts import extra_rows
-from hiddenlab.stages import are_replaced
+from hiddenlab.stages import are_replaced, is_supposed
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 BUDGET = 400_000  # tokens that are run for one prompt
@@ -106,7 +106,7 @@ class Replay(Attack):
         Raises:
             NotApplicableError: it does not.
         """
-        if info.supposed:
+        if is_supposed(info):
             raise NotApplicableError(NEEDS_CODE)
         channel = Channel.parse(info.channel)
         if not channel.defenses:

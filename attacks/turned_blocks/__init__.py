@@ -11,6 +11,7 @@ from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.models import TruncatedModel
 from hiddenlab.secret_maps import TurnedBlocks as Blocks
 from hiddenlab.secret_maps import turned_blocks
+from hiddenlab.stages import is_supposed
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
 SPARE = 4  # directions outside of a block's rows that must be left beside the unknown angles
@@ -57,7 +58,7 @@ class TurnedBlocks(Attack):
             raise NotApplicableError(
                 "this attack reads keys or values that were mixed by block and turned (kv-cloak), and no others"
             )
-        if info.positions is not None or len(info.channel) > 1:
+        if info.positions is not None or (len(info.channel) > 1 and not is_supposed(info)):
             raise NotApplicableError("blocks of rows are read as they are: all of them, behind nothing else")
         if info.provider_dtype != "float32":
             raise NotApplicableError(

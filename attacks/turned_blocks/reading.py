@@ -1,7 +1,6 @@
 """Read a prompt from blocks of mixed rows whose coordinate pairs were turned, token after token."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,6 +16,7 @@ from hiddenlab.attacks.turned_blocks.angles import (
     share_outside,
     turned,
 )
+from hiddenlab.matching.in_turn import TEXT, in_chunks, likeliest, nearness
 from hiddenlab.matching.ranking import Continuations, LazyModel
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
@@ -32,9 +32,6 @@ FIRST, GROWTH = 64, 4  # likeliest candidates of the first round, and how many t
 TOGETHER = 64  # candidates whose angles are searched at once
 KNOWN_STARTS = 64  # for a head whose angles are still unknown, with a token that is known
 REFINED = 8  # tokens of the first block from which a head's angles are computed anew
-WEIGHT = 2.0  # of a standard deviation nearer to the space, beside a nat of the language model's
-CHUNKS = (16, 64, 512, 4096)  # candidates that are run at once, before all others
-TEXT = 16  # tokens of own text behind which the vocabulary's states are tabulated
 LIKELY = 8  # next tokens that are tried behind each candidate of a token which no head shows
 GUESSED = 4096  # such candidates
 APART = 30.0  # how many times as much the second best of them must leave outside for the best to be verified
@@ -291,7 +288,7 @@ class _Prompt:
         block = position // self.reader.blocks.block
         order = self._likeliest(block)[: self.reader.budget]
         best, token, tried = math.inf, 0, 0
-        for candidates in _chunks(order):
+        for candidates in in_chunks(order):
             shares = self._shares(self.prefix.branch(candidates).float(), block)
             tried += len(candidates)
             if float(shares.min()) < best:
@@ -325,13 +322,12 @@ class _Prompt:
 
     def _likeliest(self, block: int) -> Int[Tensor, " v"]:
         """Return the vocabulary, the likeliest tokens first, by the language model and by nearly right states."""
-        near, said = self._nearness(block), self.following.after(self.found.tokens, [()])
-        return (near if said is None else near + said[0, : len(near)].to(near)).argsort(descending=True)
+        said = self.following.after(self.found.tokens, [()])
+        return likeliest(self._nearness(block), None if said is None else said[0])
 
     def _nearness(self, block: int) -> Float[Tensor, " v"]:
         """Return how near the vocabulary's states behind own text are to the space of a block, in weighted nats."""
-        left = self._shares(self.reader.table, block)
-        return WEIGHT * (left.mean() - left) / left.std().clamp(min=1e-12)
+        return nearness(self._shares(self.reader.table, block))
 
     def _shares(self, states: Float[Tensor, "c d"], block: int) -> Float[Tensor, " c"]:
         """Return the least share outside over heads: a token that an offset hides in one head shows in another.
@@ -352,12 +348,3 @@ class _Prompt:
     def _heads(self, states: Float[Tensor, "c d"]) -> tuple[Float[Tensor, "c w"], ...]:
         heads = self.reader.heads(states)
         return tuple(heads[n] for n in self.reader.used)
-
-
-def _chunks(order: Int[Tensor, " c"]) -> Iterator[Int[Tensor, " some"]]:
-    """Yield the first tokens in growing chunks, and then all others."""
-    start = 0
-    for size in (*CHUNKS, len(order)):
-        if start < len(order):
-            yield order[start : start + size]
-        start += size

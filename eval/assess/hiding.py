@@ -17,7 +17,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.projections import FACT as PROJECTION
 from hiddenlab.row_facts import KEPT, NOISE, ROW_SPACE, extra_rows, kept_share, rank_of
 from hiddenlab.secret_maps import FACT as MAPS
-from hiddenlab.stages import has_unknown_strength
+from hiddenlab.stages import has_unknown_strength, with_supposed
 from hiddenlab.types import DTYPE_NAMES, KnownText, Observation, ObservationInfo
 
 MAPPED = {"columns": "orthogonal", "each-row": "orthogonal:fresh=row"}  # fact -> the stage that stands in
@@ -36,7 +36,7 @@ def as_known(observation: Observation, model: TruncatedModel, attacker: Attacker
         return observation
     states, info = observation.states, observation.info
     if attacker.knows == "facts":
-        info = replace(info, channel=stand_ins(info), supposed=True)
+        info = with_supposed(replace(info, channel=stand_ins(info)))
     elif states.shape[1] != model.width:
         raise InputError(
             f"these rows are {states.shape[1]} wide, and states of the model {model.width}: who knows nothing of the "
@@ -44,10 +44,8 @@ def as_known(observation: Observation, model: TruncatedModel, attacker: Attacker
         )
     else:
         dtype = str(states.dtype).removeprefix("torch.")
-        info = ObservationInfo(
-            info.model, info.signature, info.site, supposed=True,
-            provider_dtype=dtype if dtype in DTYPE_NAMES else "float32",
-        )  # fmt: skip
+        told = dtype if dtype in DTYPE_NAMES else "float32"
+        info = with_supposed(ObservationInfo(info.model, info.signature, info.site, provider_dtype=told))
     known = tuple(KnownText(text.tokens, as_known(text.shown, model, attacker)) for text in observation.known)
     return Observation(states, info, known)
 
