@@ -71,6 +71,7 @@ def test_vocabulary_matching_has_what_is_not_left_out(
             assert proposer.lm is None or (proposer.lm.opened.length > 0) == (part != "opener")
 
 
+@pytest.mark.slow
 def test_evidence_left_out_has_no_weight_and_the_others_are_learned_without_it(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
     observation = shown(model, "gaussian:sigma=0.01")
@@ -105,6 +106,7 @@ def test_the_search_of_a_beam_without_its_parts(
     assert ahead == {"": True, "lookahead": False, "moves": True, "widening": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, task.MOST_KEPT])
 def test_the_table_of_rows_is_what_the_probe_says_of_the_free_ones(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, kept: int

@@ -341,6 +341,7 @@ def test_identity_is_broken_and_zeros_are_not(
     assert "two tokens" in shut["utility"]["reason"] and "two tokens" in open_["utility"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_defense_behind_which_attacks_take_longer_does_not_hold(
     tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_in_order_means_that_all_tokens_before_are_known(rows: tuple[int, ...], 
     assert set(found) == {p for p in read if all(q in read or q in rows for q in range(p))}
 
 
+@pytest.mark.slow
 def test_a_server_names_a_command_that_says_what_its_nodes_read() -> None:
     said = _what_nodes_read(2, 8, 1, True, False)
     assert "a prompt of up to 8 tokens" in said

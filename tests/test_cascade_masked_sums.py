@@ -238,6 +238,7 @@ def test_a_model_whose_tokens_see_later_ones_gives_its_states(tiny: TinyPath) ->
     assert torch.allclose(found, plain(path, tokens), atol=1e-4)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     owners=st.lists(st.integers(0, 3), min_size=1, max_size=14), neighbours=st.booleans(), m=st.integers(1, 2),

@@ -113,6 +113,7 @@ def settings(model: str, **options: object) -> hl.AttackConfig:
     return hl.AttackConfig(model=model, prompt="twelve bytes", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_runs_at_layers_are_runs_at_each(tiny: Tiny, tmp_path: Path) -> None:
     config = settings(tiny("llama", tokenizer=True), defense=("gaussian:sigma=0.001",))
     seen: list[int] = []

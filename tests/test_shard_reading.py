@@ -237,6 +237,7 @@ def test_specs_are_split_between_them_and_not_inside() -> None:
     assert split_specs(",".join(specs)) == specs
 
 
+@pytest.mark.slow
 def test_each_hardening_stands_with_its_leak_and_its_cost(tiny: TinyPath, tmp_path: Path) -> None:
     make = registry.resolve("experiments", "hardening")
     setting = Setting(model=tiny("llama", tokenizer=True), limit=2, max_tokens=24, device="cpu")

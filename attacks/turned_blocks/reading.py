@@ -28,7 +28,7 @@ from hiddenlab.utils.random import generator
 # is 3e-4 where angles are free, and 1e-2 where they are known (docs/log/056).
 RIGHT = 1e-7
 STARTS = 4  # random beginnings for each candidate and head in one round; each succeeds in about one of ten
-FIRST, GROWTH = 64, 4  # likeliest candidates of the first round, and how many times as many in the next
+FIRST, GROWTH = 64, 2  # likeliest candidates of the first round, and how many times as many in the next
 TOGETHER = 64  # candidates whose angles are searched at once
 KNOWN_STARTS = 64  # for a head whose angles are still unknown, with a token that is known
 REFINED = 8  # tokens of the first block from which a head's angles are computed anew
