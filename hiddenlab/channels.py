@@ -443,7 +443,11 @@ def as_whole(info: ObservationInfo) -> ObservationInfo:
     So one preparation serves any choice of rows. Rows are matched with the tokens that they are of; what those stood
     for is another question.
     """
-    facts = {name: value for name, value in info.facts.items() if name not in (*SELECTION_FACTS, REPLACED, SUPPOSED)}
+    facts = {
+        name: value
+        for name, value in info.facts.items()
+        if name not in (*SELECTION_FACTS, REPLACED, SUPPOSED)
+    }
     return replace(
         info,
         positions=None,

@@ -128,7 +128,7 @@ class _Prompt:
         self.angles: list[Tensor | None] = [None for _ in reader.used]
         self.hidden: list[int | None] = [None for _ in reader.used]  # the place in a block that is not seen
         self.known: list[list[Tensor]] = [[] for _ in reader.used]
-        self.moved = False
+        self.moved = self.doubtful = False
         self.states = list[Tensor]()  # of the tokens that were found
         self.drawn = generator(reader.seed, "turned blocks")
 
@@ -154,7 +154,9 @@ class _Prompt:
     def checked(self) -> Found:
         """Return what was found; tokens of a block that was not read to its end count as unverified."""
         read = len(self.found.tokens)
-        if read < sum(self.sizes):
+        if self.doubtful:
+            self.found.verified = [False] * read
+        elif read < sum(self.sizes):
             for position in range(read - read % self.reader.blocks.block, read):
                 self.found.verified[position] = False
         return self.found
@@ -253,7 +255,7 @@ class _Prompt:
             pairs = torch.stack([candidates.repeat_interleave(likely.shape[1]), likely.flatten()], 1)
             answer = self.reader.model.run([Request(self.prefix, order[:0], branches=pairs)], keep=False)[0]
             states = answer.branches.unflatten(0, pairs.shape)[:, 1].float()
-            left.append(self._shares(states, block).unflatten(0, (len(candidates), -1)).amin(1))
+            left.append(self._shares(states, block, position + 1).unflatten(0, (len(candidates), -1)).amin(1))
             if float(left[-1].min()) < RIGHT:
                 break
         every = torch.cat(left)
@@ -289,7 +291,7 @@ class _Prompt:
         order = self._likeliest(block)[: self.reader.budget]
         best, token, tried = math.inf, 0, 0
         for candidates in in_chunks(order):
-            shares = self._shares(self.prefix.branch(candidates).float(), block)
+            shares = self._shares(self.prefix.branch(candidates).float(), block, position)
             tried += len(candidates)
             if float(shares.min()) < best:
                 best, token = float(shares.min()), int(candidates[shares.argmin()])
@@ -313,12 +315,16 @@ class _Prompt:
                 self.angles[n] = fit(torch.stack(known)[None], outside, angles[None])[1][0]
 
     def _find_hidden(self) -> None:
-        """Find the place of a block that no row of a head shows, from the first block's tokens."""
+        """Find the place of a block that no row of a head shows, from the first block's tokens.
+
+        A head that shows fewer of them has angles of another place, or some tokens are wrong: then none is verified.
+        """
         for n, head in enumerate(self._heads(torch.stack(self.states))):
             angles = self.angles[n]
             if angles is not None:
                 left = share_outside(turned(head, angles[None]), self.outside[0][n])
                 self.hidden[n] = int(left.argmax()) if float(left.max()) >= RIGHT else None
+                self.doubtful |= int((left >= RIGHT).sum()) > self.reader.blocks.offset
 
     def _likeliest(self, block: int) -> Int[Tensor, " v"]:
         """Return the vocabulary, the likeliest tokens first, by the language model and by nearly right states."""
@@ -329,8 +335,13 @@ class _Prompt:
         """Return how near the vocabulary's states behind own text are to the space of a block, in weighted nats."""
         return nearness(self._shares(self.reader.table, block))
 
-    def _shares(self, states: Float[Tensor, "c d"], block: int) -> Float[Tensor, " c"]:
-        """Return the least share outside over heads: a token that an offset hides in one head shows in another.
+    def _shares(
+        self, states: Float[Tensor, "c d"], block: int, position: int | None = None
+    ) -> Float[Tensor, " c"]:
+        """Return the share outside in the better half of the heads: a token that is hidden in one shows in others.
+
+        One head does not count for much: it may have the angles of the same token at another place. Without a position
+        the best head counts.
 
         The share is of what known tokens of the block do not span. Otherwise a token that is run once more, whose state
         is nearly the same again, would pass.
@@ -343,7 +354,16 @@ class _Prompt:
             if angles is not None:
                 own = None if beside is None else turned(beside, angles[None])
                 shares.append(beyond_known(turned(head, angles[None]), own, outside))
-        return torch.stack(shares).amin(0)
+        every = torch.stack(shares)
+        if position is None:
+            return every.amin(0)
+        place, size = position % self.reader.blocks.block, self.sizes[block]
+        known_hidden = [
+            hidden for hidden, angles in zip(self.hidden, self.angles, strict=True) if angles is not None
+        ]
+        seen = [n for n, hidden in enumerate(known_hidden) if hidden is None or hidden % size != place]
+        every = every[seen] if seen else every
+        return every.kthvalue((len(every) + 1) // 2, dim=0).values
 
     def _heads(self, states: Float[Tensor, "c d"]) -> tuple[Float[Tensor, "c w"], ...]:
         heads = self.reader.heads(states)
