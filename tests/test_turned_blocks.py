@@ -109,6 +109,20 @@ def test_keys_of_the_first_layer_are_placed_although_positions_turn_them_too(tin
         assert list(result.ids) == TOKENS and all(token.verified for token in result.tokens)
 
 
+@pytest.mark.parametrize("spec", ["kv-cloak:heads=2,block=4", "kv-cloak:heads=2,block=4,mask=false"])
+def test_no_token_is_verified_at_the_place_of_an_equal_one(tiny_model: LoadModel, spec: str) -> None:
+    """A head may find the angles of a token's other place, where all others seem to stand elsewhere as well."""
+    model, prompt = tiny_model("llama", 1, "k"), [5, 77, 9, 77, 9, 5, 5, 9, 41, 9, 41, 41]
+    for seed in range(12):
+        result = attacked(model, spec, prompt, seed)
+        wrong = [
+            one.token
+            for one, want in zip(result.tokens, prompt, strict=False)
+            if one.token != want and one.verified
+        ]
+        assert not wrong
+
+
 def test_values_of_the_first_layer_show_tokens_and_no_places(tiny_model: LoadModel) -> None:
     result = attacked(tiny_model("llama", 1, "v"), "kv-cloak:heads=2,block=4,mask=false")
     assert [sorted(result.ids[i : i + 4]) for i in (0, 4, 8)] == [

@@ -318,13 +318,18 @@ class _Prompt:
         """Find the place of a block that no row of a head shows, from the first block's tokens.
 
         A head that shows fewer of them has angles of another place, or some tokens are wrong: then none is verified.
+        Nor is any where states depend on their places alone and some head does not show each place: all tokens may
+        stand a place later, with the last one hidden in place of the first.
         """
+        shown = torch.zeros(len(self.states), dtype=torch.bool)
         for n, head in enumerate(self._heads(torch.stack(self.states))):
             angles = self.angles[n]
             if angles is not None:
-                left = share_outside(turned(head, angles[None]), self.outside[0][n])
+                left = share_outside(turned(head, angles[None]), self.outside[0][n]).cpu()
+                shown |= left < RIGHT
                 self.hidden[n] = int(left.argmax()) if float(left.max()) >= RIGHT else None
                 self.doubtful |= int((left >= RIGHT).sum()) > self.reader.blocks.offset
+        self.doubtful |= self.reader.alike_behind_any_text and not bool(shown.all())
 
     def _likeliest(self, block: int) -> Int[Tensor, " v"]:
         """Return the vocabulary, the likeliest tokens first, by the language model and by nearly right states."""
