@@ -142,6 +142,9 @@ def test_figures_are_those_of_the_stored_tables() -> None:
         assert len(outputs_read(held)) == row["figures"].get("missing", {"value": 0})["value"]
     shares = [row["figures"]["missing_token_accuracy"] for row in masked if row["figures"]]
     assert {(one["value"], one["n"]) for one in shares} == {(outputs.figure, outputs.prompts)}
+    (noisy,) = json.loads((TABLES / "hardening-noise.json").read_text())["rows"]
+    read, evidence = noisy["figures"]["missing_token_accuracy"], EVIDENCE["sums behind noise"]
+    assert (round(read["value"], 3), read["n"]) == (evidence.figure, evidence.prompts)
     scores = [
         row["figures"]["held_token_accuracy"]
         for row in json.loads((TABLES / "secret-coordinates.json").read_text())["rows"]

@@ -26,6 +26,7 @@ RANDOM = "RANDOM NUMBERS ONLY"
 STATUSES = (NOT_PRIVATE, NOT_MEASURED, OWN, CLIENT, RANDOM, NOTHING)  # from what is worst to know
 
 MOST_IN_SUM = 8  # unknown tokens of one key shard that a cluster's rows mix; measured for 1, 2, 4 and 8
+MOST_NOISE = 0.03  # standard deviation at the client's embeddings behind which sums were read
 GAP_PER_ROW = (
     7  # missing tokens for each row behind them: gaps of 7, of 28 behind 4 rows, of 56 behind 8 rows
 )
@@ -64,6 +65,10 @@ EVIDENCE = {
     ),
     "outputs behind layers": Evidence(
         "partial-sums", "attention outputs behind the client's layers, in float32", 1.0, 20, "hiddenlab eval hardening"
+    ),
+    "sums behind noise": Evidence(
+        "partial-sums", "partial sums behind the client's layers and noise, none verified", 0.318, 3,
+        "hiddenlab eval hardening --limit 3 --set 'variants=client:first=4,last=4|noise:sigma=0.03'",
     ),
     "missing tokens": Evidence(
         "missing-tokens", "gaps between rows at layer 1", 0.936, 20,
@@ -222,10 +227,11 @@ def _attacks_on(plan: Plan, node: int, hardening: Hardening, heads: tuple[int, i
     """Return the tokens of other nodes that each attack on a CompNode reads, by the key of ``EVIDENCE``."""
     rows, room = plan.shards[node], ROOM if hardening.first_layer else 1
     masked = outputs_read(rows, *heads, room) if hardening.masked_sums is not None else None
-    if (
-        hardening.noise is not None
-    ):  # partial-sums reads some prompts behind it; that was not measured enough to judge
-        return {}
+    if hardening.noise is not None:
+        # Behind masked sums no attack was written, and stronger noise was not measured.
+        if masked is not None or hardening.noise.sigma > MOST_NOISE:
+            return {}
+        return {"sums behind noise": in_order(rows, sums_read(plan, node, heads[1] - ROOM))}
     if hardening.first_layer:
         if masked is not None:
             return {"outputs behind layers": in_order(rows, masked)}
@@ -247,12 +253,15 @@ def _attn(plan: Plan, node: AttnNode) -> Verdict:
     )  # fmt: skip
 
 
-def sums_read(plan: Plan, node: int) -> list[int]:
+def sums_read(plan: Plan, node: int, most: int | None = None) -> list[int]:
     """Return the tokens of other nodes that a CompNode reads from partial sums of the first layer, as measured.
 
     The rows that see the same unknown tokens of a key shard mix their value vectors. It was measured for up to eight
     new tokens of a shard and at least as many rows that see them. Behind the first step of a shard with fewer rows its
     later tokens are not counted, since the attack subtracts what it found before.
+
+    Args:
+        most: tokens of one shard that count, where the attack takes out directions in place of tokens; None is all.
     """
     rows = plan.shards[node]
     own, read, last = set(rows), [], max(rows, default=0)
@@ -263,7 +272,7 @@ def sums_read(plan: Plan, node: int) -> list[int]:
             first = bisect_left(rows, unknown[start])
             end = bisect_left(unknown, rows[first])
             until = bisect_left(rows, unknown[end]) if end < len(unknown) else len(rows)
-            if end - start > min(until - first, MOST_IN_SUM):
+            if end - start > min(until - first, MOST_IN_SUM) or (most is not None and end > most):
                 break
             read += unknown[start:end]
             start = end
@@ -412,8 +421,10 @@ def sentence(group: Sequence[Verdict]) -> str:
             f"others ({EVIDENCE[one.evidence or ''].at})"
         )
     else:
+        # An attack that fails on some prompts reads all of others.
+        most = "all" if EVIDENCE[one.evidence or ""].figure > 0.9 else "up to all"
         what = (
-            f"{read} all tokens before {its} last row, {_range(v.read for v in group)} of {one.tokens:,} "
+            f"{read} {most} tokens before {its} last row, {_range(v.read for v in group)} of {one.tokens:,} "
             f"({EVIDENCE[one.evidence or ''].at})"
         )
     if one.not_measured and one.status != CLIENT:
