@@ -96,7 +96,7 @@ def _table_drawing(
         drawing = new_figure(8.5, 5.2, title)
         _over_key(drawing.subplots(), rows, over, {name: labels[name] for name in names})
         shown = f"figures over {over}"
-    elif against in names[1:] and any({name, against} <= set(row["figures"]) for row in rows):
+    elif against in names[1:] and sum({name, against} <= set(row["figures"]) for row in rows) > 1:
         drawing = new_figure(8.5, 5.2, title)
         _over_figure(drawing.subplots(), rows, against, labels, names[: names.index(against)])
         shown = f"figures over {labels[against]}"
