@@ -15,7 +15,7 @@ from hiddenlab.attacks.turned_blocks import TurnedBlocks
 from hiddenlab.attacks.turned_blocks.angles import fit, outside_of, search, share_outside, turned
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.models import TruncatedModel
+from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.types import AttackResult
 from hiddenlab.utils.random import orthogonal
 
@@ -107,6 +107,39 @@ def test_keys_of_the_first_layer_are_placed_although_positions_turn_them_too(tin
     for seed in range(3):
         result = attacked(model, "kv-cloak:heads=2,block=4,mask=false", seed=seed)
         assert list(result.ids) == TOKENS and all(token.verified for token in result.tokens)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stream", "spec", "seed", "tokens"),
+    [
+        ("qwen3", "k", "kv-cloak:heads=2,block=2", 527160, [108, 108, 176, 263]),
+        ("gemma3_text", "kv", "kv-cloak:heads=4,block=2", 995708, [290, 290, 290, 121]),
+        ("gemma3_text", "kv", "kv-cloak:heads=4,block=2,mask=false", 657911, [34, 34, 206, 28, 116, 26, 288]),
+        (
+            "gemma3_text", "kv", "kv-cloak:heads=4,block=6,mask=false", 177631,
+            [200, 200, 271, 271, 271, 200, 271, 200],
+        ),
+        ("gemma2", "kv", "kv-cloak:heads=4,block=3", 550708, [232, 178, 232, 178, 232]),
+    ],
+)  # fmt: skip
+def test_tokens_that_repeat_at_the_first_layer_are_never_verified_at_a_wrong_place(
+    tiny_model: LoadModel, architecture: str, stream: str, spec: str, seed: int, tokens: list[int]
+) -> None:
+    """Each head places the first block by itself: where a token repeats, heads may take different ones for it."""
+    result = attacked(tiny_model(architecture, 1, stream), spec, tokens, seed)
+    wrong = [t for want, t in zip(tokens, result.tokens, strict=False) if t.verified and t.token != want]
+    assert not wrong
+    if "mask=false" in spec:
+        assert list(result.ids) == tokens and all(token.verified for token in result.tokens)
+
+
+def test_a_token_whose_state_another_has_too_is_not_verified(tiny: Callable[..., str]) -> None:
+    model = load_model(tiny("llama", 5), 2, stream="v", device="cpu")
+    with torch.no_grad():
+        table = model.module.get_input_embeddings().weight
+        table[88] = table[41]
+    result = attacked(model, "kv-cloak:heads=2,block=4,mask=false")
+    assert [t.verified for t in result.tokens] == [want != 41 for want in TOKENS]
 
 
 @pytest.mark.parametrize("spec", ["kv-cloak:heads=2,block=4", "kv-cloak:heads=2,block=4,mask=false"])

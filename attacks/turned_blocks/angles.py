@@ -42,7 +42,7 @@ def beyond_known(
 ) -> Float[Tensor, " c"]:
     """Return which share of a square lies outside of the space, of what known states within it do not span.
 
-    It is 1 where they span nearly all of a state, so that nothing can be said of it.
+    It is no number where they span nearly all of a state, so that nothing can be said of it.
     """
     inside = None if known is None else known[share_outside(known, outside) < WITHIN]
     if inside is None or not len(inside):
@@ -51,7 +51,7 @@ def beyond_known(
     whole = states.double()
     rest = whole - whole @ basis @ basis.T
     some = rest.norm(dim=1) > LEAST_REST * whole.norm(dim=1)
-    return torch.where(some, share_outside(rest.float(), outside), 1.0)
+    return torch.where(some, share_outside(rest.float(), outside), math.nan)
 
 
 def fit(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hiddenlab.attacks.turned_blocks.angles import (
@@ -34,7 +34,12 @@ KNOWN_STARTS = 64  # for a head whose angles are still unknown, with a token tha
 REFINED = 8  # tokens of the first block from which a head's angles are computed anew
 LIKELY = 8  # next tokens that are tried behind each candidate of a token which no head shows
 GUESSED = 4096  # such candidates
-APART = 30.0  # how many times as much the second best of them must leave outside for the best to be verified
+# Different tokens that the first block must have where rows are hidden and states depend on places alone. With fewer,
+# tokens that repeat may stand at another place in each head.
+DIFFERENT = 4
+TELLING = (
+    1e-3  # share of a square by which one place more must change a head's states, so that it tells places
+)
 BEAM = 32  # orders of a block's tokens that are followed where states do not tell their places
 
 
@@ -69,9 +74,21 @@ class Reader:
 
     @cached_property
     def placed(self) -> list[int]:
-        """The heads whose states depend on a token's place; values at the first layer do not."""
-        one, other = (self.heads(self._behind(text, self._few)) for text in (self._text, self._text[:1]))
-        return [n for n, pair in enumerate(zip(one, other, strict=True)) if not torch.equal(*pair)]
+        """The heads whose states depend on a token's place; values at the first layer do not.
+
+        At the first layer positions alone make the difference. Heads that they hardly turn would let a token pass at
+        the place beside its own.
+        """
+        behind = [self.heads(self._behind(text, self._few)) for text in (self._text, self._text[:1])]
+        placed = [n for n, pair in enumerate(zip(*behind, strict=True)) if not torch.equal(*pair)]
+        if not placed or not self.alike_behind_any_text:
+            return placed
+        beside = self.heads(self._behind(self._text[1:], self._few))
+        changed = [
+            (a - b).square().sum(1) / a.square().sum(1).clamp(min=1e-30)
+            for a, b in zip(behind[0], beside, strict=True)
+        ]
+        return [n for n in placed if float(changed[n].median()) > TELLING]
 
     @property
     def used(self) -> list[int]:
@@ -82,7 +99,13 @@ class Reader:
     def alike_behind_any_text(self) -> bool:
         """Whether a state depends on its own token and place alone, as at the first layer."""
         one, other = (self.heads(self._behind(text, self._few)) for text in (self._text, self._text.flip(0)))
-        return all(torch.equal(one[n], other[n]) for n in self.used)
+        return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+    @cached_property
+    def single(self) -> Bool[Tensor, " v"]:
+        """Whether no other token of the vocabulary has the same state as each; untrained tokens often share one."""
+        _, which, counts = self.table.unique(dim=0, return_inverse=True, return_counts=True)
+        return counts[which] == 1
 
     def heads(self, states: Float[Tensor, "*n d"]) -> tuple[Float[Tensor, "*n w"], ...]:
         """Return states by head."""
@@ -142,8 +165,8 @@ class _Prompt:
         else:
             best, token, tried = math.inf, 0, 0
         if best >= RIGHT and self.reader.blocks.offset and position:
-            best, token, more, verified = self._by_the_next(position)
-            tried += more
+            best, token, more = self._of_hidden(position)
+            tried, verified = tried + more, False  # another one may do as little to the next token's state
         if best < RIGHT:
             self._take(token, best, tried, verified)
         elif self.reader.alike_behind_any_text and 0 < position < self.sizes[0] and not self.moved:
@@ -152,11 +175,16 @@ class _Prompt:
             self.found.stopped = f"no token that was tried explains position {position}"
 
     def checked(self) -> Found:
-        """Return what was found; tokens of a block that was not read to its end count as unverified."""
+        """Return what was found, with tokens as unverified that stand in doubt.
+
+        These are tokens of a block that was not read to its end, and all where the places of the first are in doubt.
+        """
         read = len(self.found.tokens)
-        if self.doubtful:
+        hides = self.reader.blocks.offset and self.reader.alike_behind_any_text
+        few = hides and len({*self.found.tokens[: self.sizes[0]]}) < DIFFERENT
+        if self.doubtful or few:
             self.found.verified = [False] * read
-        elif read < sum(self.sizes):
+        if read < sum(self.sizes):
             for position in range(read - read % self.reader.blocks.block, read):
                 self.found.verified[position] = False
         return self.found
@@ -219,12 +247,12 @@ class _Prompt:
         self.states.append(state)
         if self.reader.placed and position < self.sizes[0]:
             self._learn(state)
-            if position + 1 == self.sizes[0]:
-                self._find_hidden()
         self.found.tokens.append(token)
         self.found.left.append(left)
         self.found.tried.append(tried)
-        self.found.verified.append(verified)
+        self.found.verified.append(verified and bool(self.reader.single[token]))
+        if self.reader.placed and position + 1 == self.sizes[0]:
+            self._find_hidden()
 
     def _shown(self, position: int) -> bool:
         """Return whether some head may show the token at a position."""
@@ -235,7 +263,23 @@ class _Prompt:
             for angles, hidden in zip(self.angles, self.hidden, strict=True)
         )
 
-    def _by_the_next(self, position: int) -> tuple[float, int, int, bool]:
+    def _of_hidden(self, position: int) -> tuple[float, int, int]:
+        """Return a token that no head shows.
+
+        At the first layer no other token's state depends on it, and it is guessed. But there the failure may also mean
+        that tokens were found too early. So their places must be known: the block's end was met.
+        """
+        if not self.reader.alike_behind_any_text:
+            return self._by_the_next(position)
+        if (self.moved or position >= self.sizes[0]) and self.found.verified[-1]:
+            return 0.0, self._guess(), 0
+        return math.inf, 0, 0
+
+    def _guess(self) -> int:
+        said = self.following.after(self.found.tokens, [()])
+        return 0 if said is None else int(said[0, : self.reader.model.vocab_size].argmax())
+
+    def _by_the_next(self, position: int) -> tuple[float, int, int]:
         """Return a token that no head shows, by the state of the token behind it; the last by the language model.
 
         Each candidate is run with the likeliest tokens behind it. Only behind the right one the next token's state is.
@@ -245,7 +289,7 @@ class _Prompt:
         order = (torch.arange(size) if said is None else said[0, :size].argsort(descending=True)).to(device)
         order = order[: min(GUESSED, self.reader.budget or GUESSED)]
         if position + 1 == sum(self.sizes):
-            return 0.0, int(order[0]), 0, False
+            return 0.0, int(order[0]), 0
         block = (position + 1) // self.reader.blocks.block
         near, left = self._nearness(block), list[Tensor]()
         for candidates in order.split(TOGETHER):
@@ -255,13 +299,12 @@ class _Prompt:
             pairs = torch.stack([candidates.repeat_interleave(likely.shape[1]), likely.flatten()], 1)
             answer = self.reader.model.run([Request(self.prefix, order[:0], branches=pairs)], keep=False)[0]
             states = answer.branches.unflatten(0, pairs.shape)[:, 1].float()
-            left.append(self._shares(states, block, position + 1).unflatten(0, (len(candidates), -1)).amin(1))
+            left.append(self._shares(states, block).unflatten(0, (len(candidates), -1)).amin(1))
             if float(left[-1].min()) < RIGHT:
                 break
         every = torch.cat(left)
-        least = every.topk(min(2, len(every)), largest=False)
-        apart = len(every) > 1 and float(least.values[0]) * APART < float(least.values[1])
-        return float(least.values[0]), int(order[least.indices[0]]), len(every), apart
+        least = int(every.argmin())
+        return float(every[least]), int(order[least]), len(every)
 
     def _opened(self) -> tuple[float, int, int]:
         """Return the first token: the one whose state some angles turn into the space of the first block."""
@@ -291,7 +334,7 @@ class _Prompt:
         order = self._likeliest(block)[: self.reader.budget]
         best, token, tried = math.inf, 0, 0
         for candidates in in_chunks(order):
-            shares = self._shares(self.prefix.branch(candidates).float(), block, position)
+            shares = self._shares(self.prefix.branch(candidates).float(), block)
             tried += len(candidates)
             if float(shares.min()) < best:
                 best, token = float(shares.min()), int(candidates[shares.argmin()])
@@ -317,19 +360,25 @@ class _Prompt:
     def _find_hidden(self) -> None:
         """Find the place of a block that no row of a head shows, from the first block's tokens.
 
-        A head that shows fewer of them has angles of another place, or some tokens are wrong: then none is verified.
-        Nor is any where states depend on their places alone and some head does not show each place: all tokens may
-        stand a place later, with the last one hidden in place of the first.
+        A head that more of them are missing from has the angles of another place, and is left out. Where states depend
+        on places alone and a place is hidden in all heads, nothing is verified: all tokens may stand a place later,
+        with the last one hidden in place of the first.
         """
-        shown = torch.zeros(len(self.states), dtype=torch.bool)
+        seen = torch.zeros(self.sizes[0], dtype=torch.bool, device=self.reader.model.device)
         for n, head in enumerate(self._heads(torch.stack(self.states))):
             angles = self.angles[n]
             if angles is not None:
-                left = share_outside(turned(head, angles[None]), self.outside[0][n]).cpu()
-                shown |= left < RIGHT
+                left = share_outside(turned(head, angles[None]), self.outside[0][n])
+                if int((left >= RIGHT).sum()) > self.reader.blocks.offset:
+                    self.angles[n] = None
+                    continue
                 self.hidden[n] = int(left.argmax()) if float(left.max()) >= RIGHT else None
-                self.doubtful |= int((left >= RIGHT).sum()) > self.reader.blocks.offset
-        self.doubtful |= self.reader.alike_behind_any_text and not bool(shown.all())
+                seen |= left < RIGHT
+        for position in (~seen).nonzero()[:, 0].tolist():
+            self.found.verified[position] = False
+        self.doubtful = self.reader.alike_behind_any_text and not bool(seen.all())
+        if not bool(seen.any()):
+            self.found.stopped = "the places of the first block's tokens are not known"
 
     def _likeliest(self, block: int) -> Int[Tensor, " v"]:
         """Return the vocabulary, the likeliest tokens first, by the language model and by nearly right states."""
@@ -340,35 +389,29 @@ class _Prompt:
         """Return how near the vocabulary's states behind own text are to the space of a block, in weighted nats."""
         return nearness(self._shares(self.reader.table, block))
 
-    def _shares(
-        self, states: Float[Tensor, "c d"], block: int, position: int | None = None
-    ) -> Float[Tensor, " c"]:
-        """Return the share outside in the better half of the heads: a token that is hidden in one shows in others.
+    def _shares(self, states: Float[Tensor, "c d"], block: int) -> Float[Tensor, " c"]:
+        """Return the least share outside over heads: a token that an offset hides in one head shows in another.
 
-        One head does not count for much: it may have the angles of the same token at another place. Without a position
-        the best head counts.
+        Where places alone make the difference, and the place that each head hides is known, all others must show it.
 
         The share is of what known tokens of the block do not span. Otherwise a token that is run once more, whose state
         is nearly the same again, would pass.
         """
         known, shares = self.states[block * self.reader.blocks.block :], list[Tensor]()
         known_heads = self._heads(torch.stack(known)) if known else [None for _ in self.angles]
-        for head, beside, angles, outside in zip(
-            self._heads(states), known_heads, self.angles, self.outside[block], strict=True
+        place = len(self.found.tokens) - block * self.reader.blocks.block
+        strict = bool(block) and bool(self.reader.placed) and self.reader.alike_behind_any_text
+        for head, beside, angles, outside, hidden in zip(
+            self._heads(states), known_heads, self.angles, self.outside[block], self.hidden, strict=True
         ):
-            if angles is not None:
+            hides = strict and hidden is not None and hidden % self.sizes[block] == place
+            if angles is not None and not hides:
                 own = None if beside is None else turned(beside, angles[None])
                 shares.append(beyond_known(turned(head, angles[None]), own, outside))
         every = torch.stack(shares)
-        if position is None:
-            return every.amin(0)
-        place, size = position % self.reader.blocks.block, self.sizes[block]
-        known_hidden = [
-            hidden for hidden, angles in zip(self.hidden, self.angles, strict=True) if angles is not None
-        ]
-        seen = [n for n, hidden in enumerate(known_hidden) if hidden is None or hidden % size != place]
-        every = every[seen] if seen else every
-        return every.kthvalue((len(every) + 1) // 2, dim=0).values
+        if strict:
+            return every.nan_to_num(-1.0).amax(0).where(~every.isnan().all(0), 1.0)
+        return every.nan_to_num(1.0).amin(0)
 
     def _heads(self, states: Float[Tensor, "c d"]) -> tuple[Float[Tensor, "c w"], ...]:
         heads = self.reader.heads(states)
