@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hiddenlab.attacks.vocab_match import Prepared, VocabMatch
 from hiddenlab.base import Attack
-from hiddenlab.channels import by_channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import Answer, Request, TruncatedModel
+from hiddenlab.preparations import by_channel
 from hiddenlab.projections import projection_of
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 from hiddenlab.utils.random import generator

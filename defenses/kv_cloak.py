@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.errors import InputError
-from hiddenlab.secret_maps import TurnedBlocks, with_turned_blocks
+from hiddenlab.secret_maps import CloakedBlocks, with_turned_blocks
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 from hiddenlab.utils.random import key_of, orthogonal
@@ -90,7 +90,7 @@ class KvCloak(Stage):
             raise InputError(
                 f"kv-cloak hides the streams {', '.join(STREAMS)}, not {info.site.stream}; use --stream"
             )
-        return with_turned_blocks(info, TurnedBlocks(self.heads, self.block, self.mask))
+        return with_turned_blocks(info, CloakedBlocks(self.heads, self.block, self.mask))
 
     def __repr__(self) -> str:
         return (

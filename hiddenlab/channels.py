@@ -6,9 +6,8 @@ another as in the computation (load, tokens, inputs, states), so ``seq-perm`` an
 either order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,8 +23,6 @@ from hiddenlab.models.request import packs
 from hiddenlab.secret_maps import mixes_rows
 from hiddenlab.stages import (
     LOAD_OPTIONS,
-    REPLACED,
-    SUPPOSED,
     Defense,
     Mixing,
     Replacement,
@@ -437,35 +434,6 @@ class Channel:
         return f"Channel({stages})"
 
 
-def as_whole(info: ObservationInfo) -> ObservationInfo:
-    """Return the public facts as if every row had been shown and no token replaced.
-
-    So one preparation serves any choice of rows. Rows are matched with the tokens that they are of; what those stood
-    for is another question.
-    """
-    facts = {
-        name: value
-        for name, value in info.facts.items()
-        if name not in (*SELECTION_FACTS, REPLACED, SUPPOSED)
-    }
-    return replace(
-        info,
-        positions=None,
-        channel=Channel.parse(info.channel).of_shown_tokens().specs,
-        facts=facts,
-    )
-
-
-def suppose(info: ObservationInfo, strength: float) -> ObservationInfo:
-    """Return the public facts with an assumed strength in the stage of unknown strength."""
-    channel = Channel.parse(info.channel)
-    supposed = channel.supposed(strength)
-    info = replace(info, channel=supposed.specs)
-    for before, stage in zip(channel.defenses, supposed.defenses, strict=True):
-        info = info if before is stage else stage.publish(info)
-    return info
-
-
 def in_order(observation: Observation, truth: GroundTruth) -> Float[Tensor, "rows d"]:
     """Return the rows of one's own release in the prompt's order, without those of no token; mixtures as they are."""
     states = observation.states
@@ -473,13 +441,6 @@ def in_order(observation: Observation, truth: GroundTruth) -> Float[Tensor, "row
         return states
     order = torch.tensor(truth.row_order, device=states.device)
     return states[order.argsort()[int((order < 0).sum()) :]]
-
-
-def by_channel(observations: Iterable[Observation], size: int) -> Iterator[list[Observation]]:
-    """Yield groups of neighbouring observations that one preparation serves, at most ``size`` in each."""
-    for _, same in groupby(observations, key=lambda observation: as_whole(observation.info)):
-        while group := list(islice(same, size)):
-            yield group
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,22 +6,25 @@ drawn anew for every row keeps the rows' norms alone. A square map that mixes ro
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.row_facts import KEPT, ROW_SPACE, extra_rows
 from hiddenlab.types import ObservationInfo
+from hiddenlab.utils.schema import CLOSED, check
 
 FACT = "secret_map"
 Invariant = Literal["gram", "norms", "span"]
 # What a map is of -> what it leaves. The order matters: of two maps of columns the later in this order is what remains.
 LEAVES: dict[str, Invariant] = {"columns": "gram", "each-row": "norms", "rows": "span"}
 
-TURNED = "turned_blocks"
+TURNED = "turned_blocks"  # the fact that rows were hidden as KV-Cloak does
 
 
 @dataclass(frozen=True)
-class TurnedBlocks:
+class CloakedBlocks:
     """How rows of heads were hidden: pairs of coordinates turned, rows of a block mixed, drawn for each head.
 
     Attributes:
@@ -29,34 +32,27 @@ class TurnedBlocks:
             block has a secret offset.
     """
 
-    heads: int
-    block: int
+    __pydantic_config__ = CLOSED
+
+    heads: Annotated[int, Field(ge=1)]
+    block: Annotated[int, Field(ge=1)]
     offset: bool
 
 
-def with_turned_blocks(info: ObservationInfo, blocks: TurnedBlocks) -> ObservationInfo:
+def with_turned_blocks(info: ObservationInfo, blocks: CloakedBlocks) -> ObservationInfo:
     """Return public facts of rows whose coordinates were turned by pairs, and which were mixed by block."""
     mapped = with_map(with_map(info, "columns"), "rows")
     return replace(mapped, facts={**mapped.facts, TURNED: asdict(blocks)})
 
 
-def turned_blocks(info: ObservationInfo) -> TurnedBlocks | None:
+def turned_blocks(info: ObservationInfo) -> CloakedBlocks | None:
     """Return how rows were turned and mixed by block, None where they were not.
 
     Raises:
         InputError: the facts are malformed.
     """
     facts = info.facts.get(TURNED)
-    if facts is None:
-        return None
-    try:
-        made = TurnedBlocks(**facts)
-    except TypeError:
-        made = TurnedBlocks(0, 0, False)
-    numbers = (made.heads, made.block)
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers):
-        raise InputError(f"the fact {TURNED} holds heads and block from 1, and offset, not {facts!r}")
-    return made
+    return None if facts is None else check(facts, CloakedBlocks, f"the fact {TURNED}")
 
 
 def with_map(info: ObservationInfo, of: str) -> ObservationInfo:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hiddenlab.attacker import Attacker
 from hiddenlab.attacks.replay import Replay
-from hiddenlab.channels import Channel, as_whole
+from hiddenlab.channels import Channel
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import NEEDS_CODE, InputError, NotApplicableError
 from hiddenlab.eval.assess import command
@@ -20,6 +20,7 @@ from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.ensemble import ATTACKS, SUPPOSED, Step, attack_all, steps_of
 from hiddenlab.eval.assess.hiding import as_known, stand_ins
 from hiddenlab.models import TruncatedModel
+from hiddenlab.preparations import as_whole
 from hiddenlab.stages import Stage, is_supposed
 from hiddenlab.types import Observation, ObservationInfo, Site, silent
 from tests.planted_faults import OneOrder

@@ -18,11 +18,12 @@ from hiddenlab.attacks.beam_decoding.noise_strength import (
     strength_of,
 )
 from hiddenlab.attacks.vocab_match import VocabMatch
-from hiddenlab.channels import Channel, suppose
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import load_observation, save_observation
+from hiddenlab.preparations import suppose
 
 TOKENS = [5, 17, 40, 99, 140, 7, 250, 31, 12, 88]
 

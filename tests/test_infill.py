@@ -19,10 +19,11 @@ from hiddenlab.attacks.infill.backbone import MaskedLM, _BothSides, average
 from hiddenlab.attacks.infill.masks import Shards, missing
 from hiddenlab.attacks.infill.model import Infiller
 from hiddenlab.attacks.infill.train import PRESETS, Recipe
-from hiddenlab.channels import Channel, as_whole
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.attention import Attention
+from hiddenlab.preparations import as_whole
 from hiddenlab.proposals.probe import fast_dtype
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import DECODERS, VOCABULARY

@@ -15,7 +15,7 @@ import hiddenlab as hl
 from hiddenlab import registry
 from hiddenlab.attacks.replaced_tokens import ReplacedTokens
 from hiddenlab.batch import sample_of
-from hiddenlab.channels import Channel, as_whole
+from hiddenlab.channels import Channel
 from hiddenlab.defenses import replace_tokens
 from hiddenlab.defenses.replace_tokens import CusText, RanText, SanText, VocabularyBijection
 from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError
@@ -23,6 +23,7 @@ from hiddenlab.eval.assess import ensemble
 from hiddenlab.eval.assess.readings import Belief, Reading, is_misled, shown_accuracy_of
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
+from hiddenlab.preparations import as_whole
 from hiddenlab.stages import Replacement, Stage, Vocabulary, are_replaced
 from hiddenlab.summary import conclusion, wrong_but_verified
 from hiddenlab.testing import BOS, EOS

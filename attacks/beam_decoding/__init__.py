@@ -20,7 +20,7 @@ from hiddenlab.attacks.beam_decoding.prefix_inversion import arrives, decode_beh
 from hiddenlab.attacks.beam_decoding.row_features import Reader, fast_enough
 from hiddenlab.attacks.beam_decoding.weights import learn_weights
 from hiddenlab.base import Attack
-from hiddenlab.channels import Channel, as_whole, by_channel, suppose
+from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.input_noise import are_clipped, is_noisy, sigma_of
 from hiddenlab.matching.distance import choose_matcher
@@ -28,6 +28,7 @@ from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.matching.screening import Screen
 from hiddenlab.models import Prefix, Request, TruncatedModel
 from hiddenlab.observation import parts_of_attention
+from hiddenlab.preparations import as_whole, by_channel, suppose
 from hiddenlab.projections import projection_of
 from hiddenlab.proposals.store import adapter_for, first_token_table_for, pairwise_order_for, probes_for
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction

@@ -14,10 +14,10 @@ from hiddenlab.attacks.infill.model import Infiller
 from hiddenlab.attacks.infill.text import OWN
 from hiddenlab.attacks.infill.train import PRESETS, State, read_tokens, train_infiller
 from hiddenlab.base import Attack
-from hiddenlab.channels import as_whole
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import parts_of_attention
+from hiddenlab.preparations import as_whole
 from hiddenlab.projections import projection_of
 from hiddenlab.proposals.store import probe_for
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction

@@ -24,11 +24,11 @@ from hiddenlab.attacks.missing_tokens.gap import Gap
 from hiddenlab.attacks.missing_tokens.gap_view import View
 from hiddenlab.attacks.vocab_match import Prepared, VocabMatch
 from hiddenlab.base import Attack
-from hiddenlab.channels import as_whole
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.ranking import Continuations
 from hiddenlab.matching.screening import counted
 from hiddenlab.models import Prefix, TruncatedModel
+from hiddenlab.preparations import as_whole
 from hiddenlab.proposals.probe import Probe
 from hiddenlab.proposals.store import probes_for
 from hiddenlab.text import count_of

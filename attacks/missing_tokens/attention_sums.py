@@ -27,10 +27,11 @@ from torch import Tensor
 
 from hiddenlab.attacks.missing_tokens.expectation_propagation import Beliefs
 from hiddenlab.attacks.missing_tokens.sum_search import JITTER, Row, Search, Sums
-from hiddenlab.channels import Channel, as_whole
+from hiddenlab.channels import Channel
 from hiddenlab.matching.first_layer import FirstLayer
 from hiddenlab.matching.layer_inversion import EXACT, Equations
 from hiddenlab.models import TruncatedModel
+from hiddenlab.preparations import as_whole
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.registry import parse_spec
 from hiddenlab.types import ObservationInfo, Progress, silent

@@ -63,7 +63,7 @@ def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed
     """Measure windows of text, released as by the provider, and matched behind a prefix as the attack does it.
 
     Args:
-        info: of whole prompts (``channels.as_whole``).
+        info: of whole prompts (``preparations.as_whole``).
     """
     corpus, generator = Corpus(model, seed + 2), torch.Generator().manual_seed(seed)
     text = torch.cat([corpus.text_window(TOKENS) for _ in range(WINDOWS)])  # some may be shorter

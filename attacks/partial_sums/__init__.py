@@ -88,7 +88,7 @@ class PartialSums(Attack):
         """Tabulate the vocabulary's value vectors, once for each model.
 
         Raises:
-            NotApplicableError: no combined view of a CompNode, or noise was added.
+            NotApplicableError: no combined view of a CompNode, or one behind a defense that is not read.
         """
         found = self._reads(info)
         if isinstance(found, NoisyReader):

@@ -27,11 +27,11 @@ from hiddenlab.attacks.shard_reading.readers import (
     sites_of,
 )
 from hiddenlab.base import Attack
-from hiddenlab.channels import as_whole, by_channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.models import TruncatedModel
 from hiddenlab.observation import parts_of_attention
+from hiddenlab.preparations import as_whole, by_channel
 from hiddenlab.projections import projection_of
 from hiddenlab.proposals.lens import TunedLens
 from hiddenlab.proposals.own_text import own_text

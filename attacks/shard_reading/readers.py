@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channels import as_whole
 from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.models import Request, TruncatedModel
+from hiddenlab.preparations import as_whole
 from hiddenlab.proposals.own_text import OwnText, own_text, side_by_side
 from hiddenlab.proposals.probe import whitened_table, whitening
 from hiddenlab.proposals.ridge import RidgeReader, likeliest_scale

@@ -9,8 +9,7 @@ from hiddenlab.base import Attack
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.models import TruncatedModel
-from hiddenlab.secret_maps import TurnedBlocks as Blocks
-from hiddenlab.secret_maps import turned_blocks
+from hiddenlab.secret_maps import CloakedBlocks, turned_blocks
 from hiddenlab.stages import is_supposed
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
@@ -38,7 +37,7 @@ class TurnedBlocks(Attack):
         if budget is not None and budget < 1:
             raise InputError(f"the budget must be at least 1 token, not {budget}")
         self.budget = budget
-        self._reader: tuple[tuple[TruncatedModel, Blocks], Reader] | None = None
+        self._reader: tuple[tuple[TruncatedModel, CloakedBlocks], Reader] | None = None
 
     def _forget(self) -> None:
         self._reader = None

@@ -20,12 +20,12 @@ from hiddenlab.matching.in_turn import TEXT, in_chunks, likeliest, nearness
 from hiddenlab.matching.ranking import Continuations, LazyModel
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
-from hiddenlab.secret_maps import TurnedBlocks
+from hiddenlab.secret_maps import CloakedBlocks
 from hiddenlab.types import Progress
 from hiddenlab.utils.random import generator
 
-# Share of a square outside of the space. A right token leaves rounding; the smallest share of a wrong one that was seen
-# is 3e-4 where angles are free, and 1e-2 where they are known (docs/log/056).
+# Share of a square outside of the space. A right token leaves 2e-11 at most. The smallest of a wrong one that was seen
+# is 3e-4 where angles are free, and 5e-5 where they are known: the next token, run one place early (docs/log/056).
 RIGHT = 1e-7
 STARTS = 4  # random beginnings for each candidate and head in one round; each succeeds in about one of ten
 FIRST, GROWTH = 64, 2  # likeliest candidates of the first round, and how many times as many in the next
@@ -37,9 +37,8 @@ GUESSED = 4096  # such candidates
 # Different tokens that the first block must have where rows are hidden and states depend on places alone. With fewer,
 # tokens that repeat may stand at another place in each head.
 DIFFERENT = 4
-TELLING = (
-    1e-3  # share of a square by which one place more must change a head's states, so that it tells places
-)
+# Share of a square by which one place more must change a head's states, so that it tells places.
+TELLING = 1e-3
 BEAM = 32  # orders of a block's tokens that are followed where states do not tell their places
 
 
@@ -63,7 +62,7 @@ class Reader:
     """
 
     def __init__(
-        self, model: TruncatedModel, blocks: TurnedBlocks, speaker: LazyModel, budget: int | None, seed: int
+        self, model: TruncatedModel, blocks: CloakedBlocks, speaker: LazyModel, budget: int | None, seed: int
     ) -> None:
         self.model, self.blocks, self.speaker, self.budget, self.seed = model, blocks, speaker, budget, seed
 

@@ -17,7 +17,6 @@ from hiddenlab.attacks.vocab_match.search import speculative
 from hiddenlab.attacks.vocab_match.task import Task
 from hiddenlab.attacks.vocab_match.visible_rows import before_gap, behind_gap, with_rest
 from hiddenlab.base import Attack
-from hiddenlab.channels import as_whole, by_channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.batching import Search, run_batched
 from hiddenlab.matching.distance import Matcher, choose_matcher
@@ -30,6 +29,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.models.load import load_config
 from hiddenlab.models.rest import continues
 from hiddenlab.observation import parts_of_attention
+from hiddenlab.preparations import as_whole, by_channel
 from hiddenlab.projections import projection_of
 from hiddenlab.proposals.expected_states import ExpectedStates
 from hiddenlab.proposals.first_token_table import FirstTokenTable

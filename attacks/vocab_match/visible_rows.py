@@ -11,8 +11,8 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from hiddenlab.channels import as_whole
 from hiddenlab.errors import NotApplicableError
+from hiddenlab.preparations import as_whole
 from hiddenlab.proposals.probe import Probe
 from hiddenlab.summary import NO_STATE
 from hiddenlab.types import AttackResult, Observation, TokenPrediction
