@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from hiddenlab.text import first_line
 LOOPBACK = "127.0.0.1"
 NODE_BYTES = 350e6  # memory of a node's process beside weights, measured
 CONNECT_SECONDS = 5.0
+FREE_SECONDS = 10.0  # longest wait for what nodes that were just stopped still hold
+ROUNDING = 1e-6  # of Ray's sums of fractions
 QUIET: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
 OWN_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 FEWEST_CPUS = 1e-4  # Ray's smallest share; with none at all it would not place a node
@@ -72,8 +75,8 @@ def connect(address: str | None, nodes: int, cpus: float, gpus: float, tls: bool
                 ray.shutdown()
                 raise
     for kind, needed in (("CPU", cpus), ("GPU", gpus)):
-        if needed > free_resources(kind) + 1e-6:
-            free = free_resources(kind)
+        free = _free_soon(kind, needed)
+        if needed > free + ROUNDING:
             if own:
                 ray.shutdown()
             raise InputError(
@@ -243,6 +246,18 @@ def _versions() -> dict[str, Any]:
 
 def free_resources(kind: str) -> float:
     return float(ray.available_resources().get(kind, 0.0))
+
+
+def _free_soon(kind: str, needed: float) -> float:
+    """Wait until so much of a resource is free, and return what is.
+
+    Ray gives back what stopped nodes held only seconds later, so a cluster that is large enough is asked again.
+    """
+    end = time.monotonic() + FREE_SECONDS
+    large_enough = ray.cluster_resources().get(kind, 0.0) + ROUNDING >= needed
+    while (free := free_resources(kind)) + ROUNDING < needed and large_enough and time.monotonic() < end:
+        time.sleep(0.1)
+    return free
 
 
 def start_up(name: str, call: Any) -> Any:
