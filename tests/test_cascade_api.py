@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,6 +26,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.models.reading import quiet_transformers
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import EOS, byte_tokenizer
+from tests.waiting import eventually
 
 TinyPath = Callable[..., str]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -650,13 +650,6 @@ def test_a_body_of_just_the_limit_is_read(scripted: Scripted) -> None:
 
 
 # ---- many requests, lost nodes, clients that leave
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [False, True])

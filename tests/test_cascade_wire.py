@@ -36,6 +36,7 @@ from hiddenlab.eval.bench.cascade import bench
 from hiddenlab.models.attention import Attention
 from hiddenlab.sharding import AttnNode, Plan
 from hiddenlab.testing import VOCABULARY
+from tests.waiting import eventually
 
 TinyPath = Callable[..., str]
 KEY = b"the cluster's key"
@@ -72,14 +73,6 @@ def end() -> Iterator[Callable[..., End]]:
     yield make
     for one in made:
         one.close()
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
-    until = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 # ---- messages

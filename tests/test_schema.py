@@ -7,6 +7,7 @@ import re
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from hiddenlab.truths import load_truth, save_truth
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Site
 from hiddenlab.utils import schema
 from hiddenlab.utils.files import write_file
+from tests.waiting import eventually
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,26 @@ def test_styles_are_still_drawn() -> None:
 def test_progress_and_messages_are_texts(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(HiddenlabError(HOSTILE)).startswith("␛]0;owned")
     bars = Bars()
-    bars._since["[bold]x\x1b"] = (0.0, 0)
+    bars("[bold]x\x1b", 0, 1)
+    bars._running["[bold]x\x1b"].start -= 2
     bars("[bold]x\x1b", 1, 1)
     assert "[bold]x␛: 1/1" in capsys.readouterr().err
+    bars.close()
+
+
+def test_a_line_of_a_task_without_a_terminal_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is printed between two reports, which come more rarely than lines are due."""
+    monkeypatch.setattr("hiddenlab.cli.console.FIRST_SIGN", 0.02)
+    bars = Bars()
+    bars("training", 5, 10)
+    eventually(lambda: "training: running, 0 s" in capsys.readouterr().err)
+    bars._running["training"].start -= 20
+    bars("training\tloss 2", 7, 10)
+    bars._running["training"].said = time.monotonic() - 61
+    eventually(lambda: re.search(r"training: 7/10, loss 2, .*20 s, about 30 s left", capsys.readouterr().err))
+    bars.close()
 
 
 def test_tables_are_escaped_in_markdown() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -123,6 +124,28 @@ def _private(name: str, flags: int) -> int:
     return os.open(name, flags, 0o600)
 
 
+@dataclass
+class _Running:
+    """A task without a bar: its start, what was done then, its last report, when a line was printed."""
+
+    start: float
+    first: int
+    detail: str = ""
+    done: int = 0
+    total: int = 0
+    said: float | None = None
+
+    def line(self, now: float) -> str:
+        """Return how far it is, with an estimate once something was done."""
+        passed = now - self.start
+        if self.done <= self.first:
+            return f"running, {passed:.0f} s"
+        each = passed / (self.done - self.first)
+        rate = f"{_rate(1 / each)}, " if passed > SLOW_SECONDS else ""
+        left = each * (self.total - self.done)
+        return f"{self.done}/{self.total}, {self.detail or 'running'}, {rate}{passed:.0f} s, about {left:.0f} s left"
+
+
 class Bars:
     """A progress callback ``(what, done, total)``: bars on a terminal, elsewhere a line a minute and one at the end.
 
@@ -136,8 +159,7 @@ class Bars:
         self._console = stderr()
         self._live: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._since: dict[str, tuple[float, int]] = {}  # time of the first call, and how much was done then
-        self._said: dict[str, float] = {}
+        self._running: dict[str, _Running] = {}
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
@@ -158,21 +180,18 @@ class Bars:
 
     def _say(self, what: str, detail: str, done: int, total: int) -> None:
         now = time.monotonic()
-        start, first = self._since.setdefault(what, (now, done))
-        if done >= total and now - start > SLOW_SECONDS:
-            self._console.print(f"{what}: {done}/{total} in {now - start:.1f} s")
-        elif 0 < done < total and now - self._said.get(what, start) > QUIET_SECONDS:
-            each = (now - start) / max(1, done - first)
-            rate = f"{_rate(1 / each)}, " if now - start > SLOW_SECONDS else ""
-            shown = (
-                f"{what}: {done}/{total}, {detail or 'running'}, {rate}{now - start:.0f} s, "
-                f"about {each * (total - done):.0f} s left"
-            )
-            self._console.print(shown, soft_wrap=True)
-            self._said[what] = now
+        task = self._running.setdefault(what, _Running(now, done))
+        task.detail, task.done, task.total = detail, done, total
         if done >= total:
-            del self._since[what]
-            self._said.pop(what, None)
+            if now - task.start > SLOW_SECONDS:
+                self._console.print(f"{what}: {done}/{total} in {now - task.start:.1f} s")
+            del self._running[what]
+        elif done > 0 and now - (task.start if task.said is None else task.said) > QUIET_SECONDS:
+            self._tell(what, task, now)
+
+    def _tell(self, what: str, task: "_Running", now: float) -> None:
+        self._console.print(f"{what}: {task.line(now)}", soft_wrap=True, markup=False)
+        task.said = now
 
     def _watch(self) -> None:
         """Tell of tasks that have not reported for long. Runs in a thread of its own."""
@@ -180,15 +199,10 @@ class Bars:
             now = time.monotonic()
             with self._lock:
                 # The task that began last is the one that runs.
-                for what, (start, _) in list(self._since.items())[-1:]:
-                    last = self._said.get(what)
-                    if now - (start if last is None else last) > (
-                        FIRST_SIGN if last is None else QUIET_SECONDS
-                    ):
-                        self._console.print(
-                            f"{what}: running, {now - start:.0f} s", soft_wrap=True, markup=False
-                        )
-                        self._said[what] = now
+                for what, task in list(self._running.items())[-1:]:
+                    silent = now - (task.start if task.said is None else task.said)
+                    if silent > (FIRST_SIGN if task.said is None else QUIET_SECONDS):
+                        self._tell(what, task, now)
 
     def _draw(self, what: str, detail: str, done: int, total: int) -> None:
         if self._live is None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.local import LocalCascade
 from hiddenlab.sharding import Plan
 from hiddenlab.testing import byte_tokenizer, save_tiny
+from tests.waiting import eventually
 
 HOSTS = "10.77.0.1", "10.77.0.2"
 ADDRESS = f"{HOSTS[0]}:6379"
@@ -394,13 +395,6 @@ def test_refusals_name_their_cause(pair: tuple[Machine, Machine], model: str) ->
     first.run("down")
     second.run("down")
     assert first.processes() == second.processes() == []
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 SEVERAL = """
