@@ -50,6 +50,7 @@ def test_every_row_of_the_experiment_names_parts_that_its_attack_has() -> None:
     assert {(cell.spec["setup"], cell.spec["independent"]) for cell in quick} == {("quick", True)}
 
 
+@pytest.mark.slow
 def test_vocabulary_matching_has_what_is_not_left_out(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

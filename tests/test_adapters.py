@@ -96,6 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_states_are_those_of_peft(tiny: TinyPath, tmp_path: Path, case: str) -> None:
     architecture, settings = CASES[case]

@@ -108,6 +108,7 @@ def test_layers_that_cannot_run_on_shares(on_shares: dict[str, Any], tmp_path: P
         after_mpc.after_mpc({**on_shares, "layers": layers, "alpha": 2, "c": 2, "m": 1}, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize(
     ("channel", "attack", "tolerant", "read"),

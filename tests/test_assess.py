@@ -391,6 +391,7 @@ def test_a_defense_that_makes_attacks_fail_does_not_hold(
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_verdict_and_ends_with_its_code(
     tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_no_defense_is_broken(tiny: Callable[..., str], tmp_path: Path) -> None:
     assert found(tiny, tmp_path, "identity", "unsure", "planted")["status"] == BROKEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defense", ["all-zeros", "only-noise"])
 def test_what_shows_nothing_is_not_broken_and_useless(
     tiny: Callable[..., str], tmp_path: Path, defense: str
@@ -76,6 +77,7 @@ def test_what_shows_nothing_is_not_broken_and_useless(
     )
 
 
+@pytest.mark.slow
 def test_a_defense_that_makes_attacks_crash_does_not_hold(tiny: Callable[..., str], tmp_path: Path) -> None:
     made = found(tiny, tmp_path, "only-noise", "failing", "unsure")
     assert made["status"] == INCONCLUSIVE and "failing failed with an error" in made["sentence"]

@@ -95,6 +95,7 @@ def asked(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., AttackConfi
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_texts")
 def test_a_key_that_serves_known_texts_breaks_a_defense(
     asked: Callable[..., AttackConfig], tmp_path: Path
@@ -131,6 +132,7 @@ def test_a_key_that_serves_known_texts_breaks_a_defense(
     show(turned.findings)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_texts")
 def test_what_the_attacker_has_decides_what_is_the_same(
     asked: Callable[..., AttackConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

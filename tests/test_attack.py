@@ -78,6 +78,7 @@ def test_random_tokens_are_recovered_exactly(tiny_model: LoadModel, architecture
     assert_exact(attack(tiny_model(architecture, 3), prompts, channel), prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layer", "stream"), [(1, "resid"), (LAYERS, "resid"), (LAYERS, "final_norm")])
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_first_and_last_layer_and_final_norm(
@@ -96,6 +97,7 @@ def test_queries_keys_and_values(tiny_model: LoadModel, stream: str, channel: st
         assert_exact(attack(tiny_model(architecture, 3, stream), prompts, channel), prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leading", [0, 3, 9])
 def test_rows_behind_a_gap_are_guessed_and_not_verified(
     tiny_model: LoadModel, small_probes: None, leading: int
@@ -135,6 +137,7 @@ def test_every_distance(tiny_model: LoadModel, distance: str) -> None:
         assert_exact(attack(tiny_model("llama", 2), prompts, *specs, distance=distance), prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow_cases("float16")])
 @pytest.mark.parametrize("channel", ["identity", *slow_cases("2d-perm")])
 def test_half_precision_models(tiny: TinyPath, dtype: str, channel: str) -> None:
@@ -144,6 +147,7 @@ def test_half_precision_models(tiny: TinyPath, dtype: str, channel: str) -> None
         assert_exact(attack(model, prompts, channel), prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", ["identity", "seq-perm", "hidden-perm"])
 def test_released_in_another_dtype(tiny: TinyPath, tiny_model: LoadModel, channel: str) -> None:
     prompts = random_prompts(10, 3)
@@ -171,6 +175,7 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return "chain" if request.param == 0 else "stepwise"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gemma2", *slow_cases("llama")])
 @pytest.mark.parametrize(
     "channel", ["identity", "hidden-perm", *slow_cases("seq-perm", "hidden-perm:shared", "2d-perm")]
@@ -272,6 +277,7 @@ def test_observations_of_two_channels_are_each_their_own(tiny_model: LoadModel) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"proposal": "vocab"}, {"proposal": "probe+lm"}])
 def test_costs_are_what_the_model_counted(
     tiny_model: LoadModel, small_probes: None, forced: str, options: dict[str, Any]
@@ -484,6 +490,7 @@ def test_one_row_of_noise_spoils_only_what_follows(
     assert [token.verified for token in recovery.tokens] == [True] * 5 + [False] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "specs", [("gaussian:sigma=0.3",), ("random-prefix",), ("random-prefix", "seq-perm")]
 )
@@ -525,6 +532,7 @@ def peculiar(
     yield make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 @pytest.mark.parametrize("size", [1, pytest.param(0, marks=slow)])
 def test_tokens_with_one_embedding_do_not_spoil_epsilon(

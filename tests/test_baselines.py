@@ -29,6 +29,7 @@ def recover(attack: Attack, model: TruncatedModel, *specs: str) -> AttackResult:
     return attack.fit(observation.info, model).recover(observation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt2", *slow_cases("llama", "gemma2")])
 @pytest.mark.parametrize("policy", ["gradient", "random"])
 def test_sipit_recovers_exactly(tiny_model: LoadModel, architecture: str, policy: str) -> None:
@@ -44,6 +45,7 @@ def test_sipit_recovers_exactly(tiny_model: LoadModel, architecture: str, policy
         assert found.evaluated_tokens >= 2 * sum(one.evaluated for one in found.tokens)
 
 
+@pytest.mark.slow
 def test_gradients_lead_to_the_token(tiny_model: LoadModel) -> None:
     """Else it would be the random policy at twice the price: half the vocabulary on average."""
     found = recover(SipIt(), tiny_model("llama", 1))

@@ -71,6 +71,7 @@ def begun(tiny_model: Callable[..., TruncatedModel], small_probes: None) -> Begu
     return decoding, tried, engines, weights
 
 
+@pytest.mark.slow
 def test_more_is_tried_where_it_was_the_likeliest(begun: Begun) -> None:
     """Of two hypotheses the one whose candidates that were not run are likelier; counted one by one here."""
     decoding, tried, _, weights = begun

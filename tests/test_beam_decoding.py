@@ -94,6 +94,7 @@ def score(view: Rows, model: TruncatedModel, lm: TruncatedModel, path: list[tupl
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_wide_beam_finds_the_best_of_all_sequences(
     tiny_model: Callable[..., TruncatedModel], ordered: bool
@@ -236,6 +237,7 @@ def attack(model: TruncatedModel, specs: list[str], tokens: list[int], **options
     return attack.fit(observation.info, model).recover(observation).ids
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize(
     "specs",
@@ -401,6 +403,7 @@ def test_a_partly_shown_prompt_beside_it_changes_nothing(tiny_model: Callable[..
     assert (alone.ids, alone.evaluated_tokens) == (together.ids, together.evaluated_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("specs", [["gaussian:sigma=0.05"], ["gaussian:sigma=0.05", "seq-perm"]])
 def test_every_position_run_is_counted(tiny_model: Callable[..., TruncatedModel], specs: list[str]) -> None:

@@ -89,6 +89,7 @@ def run_layers(
     return merged
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
@@ -178,6 +179,7 @@ class Counting(LocalCascade):
         return super()._run(batch, shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "compress", "symmetric", "m"), [
     ("gemma2", False, False, 1), ("llama", True, True, 2), ("gpt2", True, True, 1),
 ])  # fmt: skip
@@ -212,6 +214,7 @@ def test_answers_together_are_those_alone(
     )
 
 
+@pytest.mark.slow
 def test_requests_over_the_wire_run_together(tiny: TinyPath) -> None:
     with WireCascade(load_cascade_model(tiny("llama")), 2, timeout=PATIENCE) as cascade:
 

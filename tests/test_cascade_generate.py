@@ -368,6 +368,7 @@ def test_hardly_any_temperature_takes_the_likeliest(temperature: float) -> None:
     assert [choose(NONE, logits + shift) for shift in (0.0, 50.0, -50.0)] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_seed_decides_the_text(tiny: TinyPath) -> None:
     cascade, tokens, made = local(tiny("llama")), prompt(6), Plan.clustered(6, 1, alpha=2)
 
@@ -400,6 +401,7 @@ def test_impossible_sampling_is_refused(wrong: dict[str, Any]) -> None:
 # ---- padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "padding"), [
     ("bert", [9, 10, 11]), ("bert", [0, 1]), ("gemma2", [4]), ("gemma2", [0, 5, 11]), ("llama", [0, 1]),
     ("llama", [9, 10, 11]),

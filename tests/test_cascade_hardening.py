@@ -47,6 +47,7 @@ def plain(path: str, tokens: Tensor) -> Tensor:
     return plain_outputs(load_cascade_model(path, attention="eager"), tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted({*DECODERS} - {"gpt2"}))
 def test_every_architecture_gives_the_plain_models_logits_and_tokens(
     tiny: TinyPath, architecture: str
@@ -67,6 +68,7 @@ def test_a_model_that_adds_positions_to_its_inputs_is_refused(tiny: TinyPath) ->
         start(tiny("gpt2"))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     n=st.integers(1, 17), alpha=st.integers(1, 4), c=st.integers(1, 3), m=st.integers(1, 2), first=st.integers(1, 2),
@@ -216,6 +218,7 @@ def test_some_layer_must_remain_for_the_nodes() -> None:
 # ---- secret maps
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     n=st.integers(1, 15), alpha=st.integers(1, 3), c=st.integers(1, 3), m=st.integers(1, 2),
@@ -230,6 +233,7 @@ def test_secret_maps_change_no_output(
     assert torch.allclose(cascade.forward(tokens, made), plain(path, tokens), atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["secret-maps", f"{ENDS}|secret-maps"])
 def test_requests_at_once_have_maps_of_their_own(tiny: TinyPath, spec: str) -> None:
     path = tiny("qwen3")

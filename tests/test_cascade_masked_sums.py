@@ -258,6 +258,7 @@ def test_every_plan_gives_the_plain_models_logits(
     assert torch.allclose(cascade.forward(tokens, made), plain(path, tokens), atol=1e-3 if maps else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [SUMS, EVERYTHING])
 def test_requests_at_once_over_the_wire_give_the_same(tiny: TinyPath, spec: str) -> None:
     path = tiny("qwen3")
@@ -340,6 +341,7 @@ def test_a_node_that_masks_refuses_rows_without_references(tiny: TinyPath) -> No
             LocalCascade(model, settings_, masks=masks).forward(prompt(6), made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("c", [2, 5])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])

@@ -264,6 +264,7 @@ def test_nodes_without_tokens_leave_no_file(tiny: TinyPath, tmp_path: Path) -> N
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_block_that_is_not_sent_is_in_no_file(tiny: TinyPath, tmp_path: Path, symmetric: bool) -> None:
     """What is left is what nodes see of all blocks; answers that were not asked for stand as rows that see no key."""

@@ -84,6 +84,7 @@ def test_messages_carry_a_node_its_own_rows_and_no_others(make: Callable[[], Pla
     assert set(queries.values()) <= {1}
 
 
+@pytest.mark.slow
 @given(plans(causal=True), st.integers(1, 12))
 def test_an_answer_finds_the_keys_of_blocks_that_were_left_out(make: Callable[[], Plan], new: int) -> None:
     """While a request is kept, a node has the keys of each block before the first query that sees them."""

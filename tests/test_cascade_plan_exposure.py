@@ -197,6 +197,7 @@ def test_the_client_is_a_node_of_the_plan() -> None:
         verdicts(Plan.clustered(8, 2, alpha=2), [2])
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 4))
 def test_the_best_plan_is_within_the_cost_and_no_worse(tokens: int, alpha: int, c: int) -> None:

@@ -108,6 +108,7 @@ def likeliest(tiny_model: str) -> list[int]:
 # ---- the plain model's text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["byte-level", "sentencepiece", "metaspace", "words"])
 def test_the_text_is_the_plain_models_streamed_or_not(tmp_path: Path, family: str) -> None:
     """Character for character, over families of tokenizers."""
@@ -232,6 +233,7 @@ def test_draws_take_the_models_values_where_a_request_says_none() -> None:
 # ---- fields that change which token is chosen
 
 
+@pytest.mark.slow
 def test_penalties_and_biases_change_the_likeliest_token(client: TestClient, tiny_model: str) -> None:
     """Step by step, from the plain model's logits."""
     model = plain_model(tiny_model)
@@ -304,6 +306,7 @@ def test_a_stop_text_ends_no_answer_before_its_min_tokens() -> None:
 # ---- several prompts and choices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_get_answers_in_their_order(client: TestClient, stream: bool) -> None:
     said = ["Hello", "Say it. ", "x"]

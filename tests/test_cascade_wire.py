@@ -618,6 +618,7 @@ def prompt(n: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "compress", "symmetric"), [
     ("gemma2", False, False), ("gemma2", True, True), ("llama", True, True), ("bert", False, False)
 ])  # fmt: skip
@@ -644,6 +645,7 @@ def test_remote_nodes_give_what_local_ones_give(
                 assert list(generate(network, prompt(11), plan, new_tokens=5)) == expected
 
 
+@pytest.mark.slow
 def test_concurrent_requests_are_kept_apart(tiny: TinyPath) -> None:
     path = tiny("gemma2")
     local = LocalCascade(load_cascade_model(path))
@@ -660,6 +662,7 @@ def test_concurrent_requests_are_kept_apart(tiny: TinyPath) -> None:
         assert found == [answer(local, n) for n in range(2, 10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("c", [2, 5])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(("compress", "mode"), [(False, "paper"), (True, "logsumexp")])
@@ -686,6 +689,7 @@ def test_the_bytes_on_the_wire_are_equation_1(
     assert 0 < float((out - exact).norm() / exact.norm()) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_bench_counts_a_plan_apart_from_the_same_with_all_blocks(tiny: TinyPath, causal: bool) -> None:
     path = tiny("llama")

@@ -69,6 +69,7 @@ def undo(states: Tensor, secret: GroundTruth) -> Tensor:
 # ---- permutations
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     specs=st.lists(st.sampled_from(PERMUTATIONS), max_size=4),

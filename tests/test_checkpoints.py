@@ -371,6 +371,7 @@ def test_a_space_behind_a_token_without_a_text_stays(tmp_path: Path) -> None:
     assert model.text([290, 2]) == "<id 290>two"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_a_tokenizer_that_knows_more_tokens_than_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

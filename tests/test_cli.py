@@ -378,6 +378,7 @@ def test_rerun_says_what_differs(run: Run, model: str, prompts: str, tmp_path: P
     assert "p001: recovered_ids" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_probe_that_learned_since_makes_no_difference(run: Run, model: str, tmp_path: Path) -> None:
     """A second run of the same prompts is cheaper, as the cache holds their rows."""
     run("attack", "twelve bytes", "--model", model, "--layer", "2", "--out", "first")

@@ -485,6 +485,7 @@ def test_the_permuted_model_is_made_whole(tiny: TinyPath, tmp_path: Path, archit
         with_table(tmp_path / "server", rebuilt.table[:5], tmp_path / "none")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_states_are_matched_with_the_permuted_model(

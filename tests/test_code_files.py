@@ -43,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_compare_attack_and_rerun_take_files(folder: Path, tiny: Callable[..., str]) -> None:
     model = tiny("llama", tokenizer=True)
     run = CliRunner().invoke(
@@ -66,6 +67,7 @@ def test_compare_attack_and_rerun_take_files(folder: Path, tiny: Callable[..., s
     assert run.exit_code == 0 and json.loads(run.stdout)["same"]
 
 
+@pytest.mark.slow
 def test_saved_rows_are_attacked_where_the_file_is_named(folder: Path, tiny: Callable[..., str]) -> None:
     model = tiny("llama", tokenizer=True)
     made = ["abc", "--model", model, "--layer", "1", "--defense", "round_it.py:1", "-o", "rows.safetensors"]

@@ -60,6 +60,7 @@ def inside(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_runs_are_those_of_attack_and_are_recorded(run: Run, tmp_path: Path) -> None:
     given = defenses("seq-perm", f" {ROUNDED} + seq-perm ", "identity")
     result = run("compare", "six ab", *given, "--json", "--out", "out")
@@ -98,6 +99,7 @@ def test_no_attack_profits_from_another_on_the_same_prompts(tiny: Callable[..., 
     assert job_module.prepare(config).attack.learns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 120])
 def test_one_table_with_the_baseline_first_and_a_sentence_for_each(
     run: Run, tmp_path: Path, columns: int

@@ -36,6 +36,7 @@ def observed(states: torch.Tensor, model: TruncatedModel, **facts: Any) -> Obser
     return Observation.from_states(states, model, **facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*QUICK, *slow_cases(*(f for f in FAULTS if f not in (*QUICK, *UNTOLD)))])
 def test_a_fault_is_named(fault: str, tmp_path: Path) -> None:
     spec = {"model": TINY, "layer": 2, "fault": fault, "prompt": 0, "seed": 0}
@@ -44,6 +45,7 @@ def test_a_fault_is_named(fault: str, tmp_path: Path) -> None:
     assert figures["wrong"]["value"] == 0
 
 
+@pytest.mark.slow
 def test_another_layer(tiny_model: LoadModel) -> None:
     """The site that is named is the one that attacks read."""
     model, other = tiny_model("llama", 2), tiny_model("llama", 4)
@@ -71,6 +73,7 @@ def test_one_row(tiny_model: LoadModel) -> None:
     assert told.fault is None and "the first row fits" in told.sentence
 
 
+@pytest.mark.slow
 def test_a_first_row_within_rounding_is_enough(tiny_model: LoadModel) -> None:
     """No token gives the rows behind it, as where a quick look does not find the right one among many tokens."""
     model = tiny_model("llama", 2)

@@ -26,6 +26,7 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     alpha=st.integers(1, 4),

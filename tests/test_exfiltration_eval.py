@@ -83,6 +83,7 @@ def test_a_payload_comes_back_below_the_bound(whole: WholeModel, kind: str) -> N
         assert dangerous == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["matching", "posterior"])
 def test_an_adversary_that_keeps_to_a_distribution(whole: WholeModel, kind: str) -> None:
     """Its payload comes back, about as much as its entropy; with the wrong seed only if it needs none."""
@@ -105,6 +106,7 @@ def test_an_adversary_that_keeps_to_a_distribution(whole: WholeModel, kind: str)
         assert max(dangerous) < 0.1
 
 
+@pytest.mark.slow
 def test_a_seed_is_ground_until_the_honest_answer_says_the_payload(whole: WholeModel) -> None:
     """Its answers are the honest ones of their seeds; who replays them finds nothing."""
     asked = requests()
@@ -198,6 +200,7 @@ def by_keys(experiment: Experiment, name: str, home: Path) -> dict[tuple[str, st
     return {tuple(row["keys"].values()): {k: v["value"] for k, v in row["figures"].items()} for row in rows}  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_the_wardens_settings(tiny: str, home: Path) -> None:
     experiment = registry.resolve("experiments", "exfiltration-pareto")(asked(tiny), **OPTIONS)
     found = by_keys(experiment, "exfiltration-pareto", home)
@@ -227,6 +230,7 @@ def test_the_wardens_settings(tiny: str, home: Path) -> None:
         frontier(asked(tiny), rates="0.1,2")
 
 
+@pytest.mark.slow
 def test_adversaries_before_the_warden(tiny: str, home: Path) -> None:
     experiment = registry.resolve("experiments", "exfiltration")(
         asked(tiny),
@@ -266,6 +270,7 @@ def test_the_warden_is_judged_on_other_answers(tiny: str, home: Path) -> None:
     assert {"bits_1", "false_1", "sigma_1"} <= set().union(*rows.values())
 
 
+@pytest.mark.slow
 def test_one_pass_measures_every_threshold_as_its_own_set_does() -> None:
     """The oracle asks for the admissible set of each threshold anew."""
     draw = torch.Generator().manual_seed(5)
@@ -289,6 +294,7 @@ def test_one_pass_measures_every_threshold_as_its_own_set_does() -> None:
     assert len({point.safe_bits for point in points}) > 20
 
 
+@pytest.mark.slow
 def test_a_receiver_without_the_seed(tiny: str, home: Path) -> None:
     """p and q by hand at one setting; the bounds are those of the theorems, and below what a known seed allows."""
     options = {**OPTIONS, "sigmas": "0.3", "thresholds": "-5", "cutoffs": "4"}
@@ -318,6 +324,7 @@ def test_a_receiver_without_the_seed(tiny: str, home: Path) -> None:
         specs.hidden_seed(asked(tiny), slack=1.0)
 
 
+@pytest.mark.slow
 def test_the_game_with_honest_looking_answers(tiny: str, home: Path) -> None:
     """A server that picks seeds is never caught, though it sends only a few bits an answer."""
     experiment = game(
@@ -333,6 +340,7 @@ def test_the_game_with_honest_looking_answers(tiny: str, home: Path) -> None:
     assert matching["caught"] == 1 == matching["flagged"] and seeds["flagged"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("choose", "kind"), [("entropy", "honest"), ("free", "admissible")])
 def test_an_outsider_chooses_the_most_open_prompts(tiny: str, home: Path, choose: str, kind: str) -> None:
     """The largest of all candidates' entropies, each of an answer made alone."""
@@ -354,6 +362,7 @@ def test_an_outsider_chooses_the_most_open_prompts(tiny: str, home: Path, choose
     ]
 
 
+@pytest.mark.slow
 def test_chosen_prompts_stand_beside_the_others(tiny: str, home: Path) -> None:
     options = {
         "count": 2,

@@ -390,6 +390,7 @@ def test_eval_attacks_and_resumes(
     assert table["command"] in (tmp_path / "runs/eval/table-1.md").read_text()
 
 
+@pytest.mark.slow
 def test_eval_measures_what_defenses_cost(
     run: Callable[..., Result], tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,6 +536,7 @@ def test_the_weakest_layer_says_which_layers_were_not_measured(
     assert rows["nf4"]["reason"] is None
 
 
+@pytest.mark.slow
 def test_every_permutation_has_a_threshold_of_its_own(tiny: Callable[..., str], tmp_path: Path) -> None:
     (table,) = command.run(["table-9-12"], {"model": tiny("llama"), "layers": (1,)}, {"texts": 2}, tmp_path)
     assert [row["keys"]["table"] for row in table["rows"]] == ["9", "10", "11", "12"]

@@ -146,6 +146,7 @@ def damaged(path: Path, how: str) -> None:
         save_file(tensors, path, {"hiddenlab": "{}"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one byte", "cut", "other names", "other rows", "other dtype", "no digest"])
 def test_a_damaged_cache_is_made_again(
     tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -174,6 +175,7 @@ def test_a_damaged_cache_is_made_again(
     assert [result.ids for result in attack.recover_batch(observations)] == prompts
 
 
+@pytest.mark.slow
 def test_verified_rows_are_kept_and_found_again(
     tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +216,7 @@ def test_verified_rows_are_kept_and_found_again(
     assert files and all(file.stat().st_mode & 0o077 == 0 for file in files)
 
 
+@pytest.mark.slow
 def test_an_attack_that_is_not_to_learn_neither_uses_nor_adds_verified_rows(
     tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +287,7 @@ def test_a_regression_is_outgrown_by_a_quarter_or_by_half_of_the_verified_rows(
     assert known.verified == old + new
 
 
+@pytest.mark.slow
 def test_few_prompts_are_attacked_at_once_before_any_was_learned_from(
     tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +405,7 @@ def test_single_tokens_are_each_drawn_once(tiny_model: LoadModel) -> None:
     assert sorted(drawn_tokens.tolist()) == list(range(tiny_model("llama", 1).vocab_size))
 
 
+@pytest.mark.slow
 def test_states_that_overflow_are_left_out(
     tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def test_parts_run_in_order_and_tables_are_written_after_each() -> None:
     assert told[0].startswith("[1/2] first: 2 measurements")
 
 
+@pytest.mark.slow
 def test_a_figure_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
     result = Result(SETTING)
     conduct([part("some", "sometimes", [{"n": 7, "marker": ""}])], result)

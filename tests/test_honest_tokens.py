@@ -92,6 +92,7 @@ def test_servers_that_cannot_be(servers: str) -> None:
         registry.resolve("experiments", "exfiltration-forks")(Setting(model="none"), servers=servers)
 
 
+@pytest.mark.slow
 def test_scores_and_ranks_are_those_of_the_whole_vocabulary(setting: Setting, home: Path) -> None:
     """All tokens' scores without narrowing, and ranks by comparison with every other token."""
     found, _ = conducted("exfiltration-scores", setting, home, sigmas="0.3", **SIZES)

@@ -83,6 +83,7 @@ def test_the_order_of_batches_changes_nothing(
     assert forward == backward
 
 
+@pytest.mark.slow
 def test_a_dependent_run_learns(config: AttackConfig) -> None:
     """What the test above compares does change where prompts learn from each other."""
     own = replace(config, independent=False)
@@ -90,6 +91,7 @@ def test_a_dependent_run_learns(config: AttackConfig) -> None:
     assert attacked(config, list) == attacked(config, list)  # whatever others learned meanwhile
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_within_a_batch_goes_on_with_the_whole_batch(
     config: AttackConfig, tmp_path: Path
 ) -> None:
@@ -138,6 +140,7 @@ class Fake(Workers):
         return Elsewhere(config, self.lasts)
 
 
+@pytest.mark.slow
 def test_samples_get_the_order_of_the_prompts(config: AttackConfig, tmp_path: Path) -> None:
     own = replace(config, independent=False)  # workers make it independent
     made = run(own, tmp_path / "run", workers=Fake())
@@ -147,6 +150,7 @@ def test_samples_get_the_order_of_the_prompts(config: AttackConfig, tmp_path: Pa
     assert untimed(read_run(tmp_path / "run")[1]) == untimed(run(config, keep=False).samples)
 
 
+@pytest.mark.slow
 def test_when_every_worker_is_lost_the_record_goes_on(config: AttackConfig, tmp_path: Path) -> None:
     path = tmp_path / "run"
     with pytest.raises(

@@ -166,6 +166,7 @@ def check(found: AttackResult, tokens: list[int], held: list[int]) -> float:
     return sum(found.ids[i] == tokens[i] for i in others) / len(others)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_it_learns_what_the_texts_say(tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(small(tiny), 0, stream="embed", device="cpu")
@@ -215,6 +216,7 @@ def test_one_that_reads_states_starts_from_what_tokens_taught(tiny: TinyPath, te
     assert again.history == after.history  # a damaged checkpoint is begun anew in the same way
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_an_interrupted_training_ends_as_an_uninterrupted_one(
     tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -249,6 +251,7 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(
         assert torch.allclose(resumed.trained()[name], value, atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_it_stops_where_nothing_is_gained_and_keeps_the_best(
     tiny: TinyPath, texts: str, monkeypatch: pytest.MonkeyPatch
@@ -279,6 +282,7 @@ def test_it_stops_where_nothing_is_gained_and_keeps_the_best(
     assert other.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_the_same_infiller_is_trained_once(tiny: TinyPath, texts: str) -> None:
     model = load_model(small(tiny), 0, stream="embed", device="cpu")

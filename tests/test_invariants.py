@@ -269,6 +269,7 @@ def test_the_space_is_explained_by_the_nearest_state_within_it() -> None:
     assert torch.allclose(explained.scores(frame), bounded, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_expected_states_are_a_fit_to_known_rows(tiny_model: LoadModel) -> None:
     """What is kept, rounded and whitened, against the regression itself, on all rows, and the plain passes."""
     model, text = tiny_model("llama", 1), torch.tensor([7, 7, 250])
@@ -310,6 +311,7 @@ def released(model: TruncatedModel, *specs: str, tokens: list[int] = TOKENS) -> 
     return Channel.parse(specs).release(model, tokens, seeded())[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("tokens", [TOKENS, [9, 9, 9, 4, 9, 30], [31]], ids=["text", "repeats", "one"])
 @pytest.mark.parametrize(("architecture", "layer"), [("llama", 1), ("gemma3_text", 3)])
@@ -359,6 +361,7 @@ def test_distances_are_learned_position_by_position() -> None:
     assert apart.wrong == pytest.approx((-5, -4, -3), abs=0.1) and apart.spread == pytest.approx(0.1, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["orthogonal", "row-mixing"])
 def test_behind_noise_prompts_are_read_and_nothing_is_verified(tiny_model: LoadModel, spec: str) -> None:
     model = tiny_model("llama", 1)

@@ -73,6 +73,7 @@ def test_a_channel_releases_layers_as_it_releases_each(tiny_model: LoadModel, sp
             assert (truth.tokens, truth.row_order) == (secret.tokens, secret.row_order)
 
 
+@pytest.mark.slow
 def test_first_probes_of_several_layers_come_from_the_same_passes(
     tiny_model: LoadModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +157,7 @@ def test_what_is_no_list_of_layers_is_refused(wrong: object) -> None:
         _numbered(wrong)
 
 
+@pytest.mark.slow
 def test_an_interruption_names_the_layers_that_are_left(tiny: Tiny, tmp_path: Path) -> None:
     def stop(sample: object) -> None:
         raise KeyboardInterrupt
@@ -172,6 +174,7 @@ def test_an_interruption_names_the_layers_that_are_left(tiny: Tiny, tmp_path: Pa
     assert not (tmp_path / "runs" / "layer-03").exists()
 
 
+@pytest.mark.slow
 def test_an_interruption_between_layers_says_what_was_recorded(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +198,7 @@ def test_an_interruption_between_layers_says_what_was_recorded(
     assert "not begun: --layer 2,3; finished: 1" in stopped.stderr
 
 
+@pytest.mark.slow
 def test_the_command_takes_layers(tiny: Tiny) -> None:
     name = tiny("llama", tokenizer=True)
     given = ["attack", "twelve bytes", "--model", name, "--no-record"]

@@ -103,6 +103,7 @@ def test_every_position_run_is_counted(tiny_model: Slices) -> None:
     assert recovery.tokens[0].evaluated == 300  # the first tokens' states, from the setup
 
 
+@pytest.mark.slow
 def test_passes_stay_small(tiny_model: Slices, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing stands out, the whole budget is tried again behind other paths: in parts, with the same answer."""
     model = tiny_model("llama", None, "final_norm")
@@ -122,6 +123,7 @@ def test_passes_stay_small(tiny_model: Slices, monkeypatch: pytest.MonkeyPatch) 
     assert parts.ids == whole.ids and parts.evaluated_tokens == whole.evaluated_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", [f"{HALF}|project:count=2", f"{HALF}|project:count=1", "toploc:k=64"])
 def test_tokens_that_no_evidence_would_save_are_not_run(
     tiny_model: Slices, monkeypatch: pytest.MonkeyPatch, channel: str
@@ -175,6 +177,7 @@ def test_one_inner_product_verifies_nothing(tiny_model: Slices) -> None:
     assert recovery.stop_reason == "budget exhausted"
 
 
+@pytest.mark.slow
 def test_without_the_key_of_the_indices_nothing_is_recovered(tiny_model: Slices) -> None:
     model = tiny_model("llama", None, "final_norm")
     for seed in range(2):
@@ -288,6 +291,7 @@ def test_ridge_does_not_fit_noise(tiny_model: Slices) -> None:
 # ---- wrong input
 
 
+@pytest.mark.slow
 def test_wrong_observations_get_a_clear_answer(tiny_model: Slices) -> None:
     model = tiny_model("llama", None, "final_norm")
     tokens = prompt()

@@ -379,6 +379,7 @@ def save_multimodal(family: str, folder: Path, tied: bool = False, **text: Any) 
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_the_language_model_of_a_multimodal_one(tmp_path: Path, family: str, tied: bool) -> None:

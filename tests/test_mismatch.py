@@ -89,6 +89,7 @@ def test_permuted_states_of_another_layer_end_soon(tiny_model: LoadModel, channe
     assert found.evaluated_tokens < 0.5 * VOCABULARY * len(TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("proposal", ["vocab", "probe"])
 def test_a_first_row_whose_nearest_token_is_right_is_gone_beyond(
@@ -110,6 +111,7 @@ def test_a_first_row_whose_nearest_token_is_right_is_gone_beyond(
     assert [t.verified for t in plain.tokens] == [t.verified for t in found.tokens]
 
 
+@pytest.mark.slow
 def test_a_number_as_epsilon_that_is_too_small_loses_nothing(tiny_model: LoadModel) -> None:
     """The threshold does not decide there: the nearest token is so much nearer than any other."""
     model = tiny_model("llama", 2)
@@ -120,6 +122,7 @@ def test_a_number_as_epsilon_that_is_too_small_loses_nothing(tiny_model: LoadMod
     assert found.stop_reason == "vocabulary exhausted"
 
 
+@pytest.mark.slow
 def test_a_number_as_epsilon(tiny_model: LoadModel) -> None:
     model, observation = foreign(tiny_model, "layer")
     assert recover(model, observation, proposal="vocab", epsilon="0.01").stop_reason == NO_STATE
@@ -151,6 +154,7 @@ def test_a_nodes_rows(tiny_model: LoadModel) -> None:
     assert found.stop_reason == NO_STATE and found.positions == right.info.positions
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_the_rows_are(
     tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

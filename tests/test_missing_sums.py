@@ -102,6 +102,7 @@ def test_a_row_gives_back_what_attention_brought_it(tiny_model: LoadModel, archi
             torch.testing.assert_close(found[i].float(), plain, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", "qwen3", "olmo2"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_missing_tokens_are_named_without_running_any(
@@ -117,6 +118,7 @@ def test_missing_tokens_are_named_without_running_any(
     assert right >= 3  # a row may lie at a fold of the layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "stream"), [
     *((architecture, "qkv") for architecture in ("llama", "gemma2", "gpt2", "gpt_neox", "phi3", "qwen3", "olmo2")),
     ("llama", "kv"), ("llama", "q"), ("gpt2", "kv"), ("gpt2", "q"),
@@ -167,6 +169,7 @@ def test_more_than_can_be_solved_for_is_left(tiny_model: LoadModel, monkeypatch:
     assert not named(AttentionSums(model), [shown(model, tokens, 8, [5, 6, 7])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e20])
 def test_rows_that_are_no_states_explain_nothing(tiny_model: LoadModel, scale: float) -> None:
     model, tokens = tiny_model("llama", 1), tokens_of(9)

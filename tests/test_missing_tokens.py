@@ -45,6 +45,7 @@ def recover(model: TruncatedModel, tokens: Sequence[int], *specs: str, **options
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", *slow_cases("gemma2", "gpt2")])
 @pytest.mark.parametrize("layer", [1, *slow_cases(3)])
 def test_one_missing_token_is_found_within_the_vocabulary(
@@ -60,6 +61,7 @@ def test_one_missing_token_is_found_within_the_vocabulary(
         assert found.evaluated_tokens > 0 and found.forward_calls > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposal", ["probe", "probe+lm"])
 def test_two_missing_tokens(tiny_model: LoadModel, proposal: str) -> None:
     model = tiny_model("llama", 1)
@@ -134,6 +136,7 @@ def test_screened_in_a_faster_dtype_it_finds_the_same(
         assert safeguard == "rounding" or ran[1][0] < ran[0][0]
 
 
+@pytest.mark.slow
 def test_a_budget_ends_the_search_and_says_so(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(12)
     found = recover(tiny_model("llama", 3), tokens, "drop-rows:size=4,after=3", budget=5)
@@ -189,6 +192,7 @@ def test_rows_that_show_less_than_states(tiny_model: LoadModel, channel: str) ->
     assert attack._earlier is not None and attack._earlier[2].floor < 1e-4
 
 
+@pytest.mark.slow
 def test_the_same_seed_finds_the_same(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(9)
     first, second = (
@@ -224,6 +228,7 @@ def test_rearrangements_keep_the_tokens(tokens: list[int], data: st.DataObject) 
     assert swapped(swapped(given_, i, j), i, j) == given_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["dtype:bfloat16", *slow_cases("gaussian:sigma=0.1")])
 def test_where_wrong_tokens_come_as_near_nothing_is_verified(tiny_model: LoadModel, noise: str) -> None:
     """A row that is coarse or noised is nearest to the right tokens at best; that proves none of them."""

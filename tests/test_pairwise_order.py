@@ -96,6 +96,7 @@ def test_it_is_learned_once_for_a_channel(
     assert pairwise_order_for(model, info) == (None, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_moves_gain_what_they_change_in_the_order_of_pairs(tiny_model: Callable[..., TruncatedModel]) -> None:
     model = tiny_model("llama", 1)

@@ -146,6 +146,7 @@ def test_attention_outputs_name_the_tokens_of_gaps(tiny_model: LoadModel, archit
     assert all(one.verified for one in found.tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(data=st.data(), tokens=st.lists(st.integers(0, 20), min_size=2, max_size=24))
 def test_what_the_rule_covers_is_read_and_nothing_wrong_is_claimed(

@@ -77,6 +77,7 @@ def test_a_node_reads_others_tokens_behind_noise(
     assert all(one.evaluated >= VOCABULARY for one in found.tokens) and found.evaluated_tokens > 0
 
 
+@pytest.mark.slow
 def test_strong_noise_is_read_less_and_verifies_nothing(tiny_model: LoadModel) -> None:
     tokens = tokens_of(24)
     found = recover(tiny_model, "llama", node_view(streams(tiny_model, "llama"), tokens, PLAN, 2, noise=1.0))
@@ -163,6 +164,7 @@ def test_a_density_counts_as_far_as_it_names_right_tokens() -> None:
     assert Tempered(0.5).nats(torch.tensor([4.0])).item() == 2
 
 
+@pytest.mark.slow
 def test_a_recorded_request_is_read_behind_noise(tiny: TinyPath, tmp_path: Path) -> None:
     path = tiny("llama", tokenizer=True)
     harden = "client:first=1,last=1|noise:sigma=0.002"

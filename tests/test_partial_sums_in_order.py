@@ -89,6 +89,7 @@ def test_repeated_tokens_and_deeper_layers(tiny_model: LoadModel) -> None:
     assert recover(tiny_model("llama", 4, "attn"), observation).ids == tokens
 
 
+@pytest.mark.slow
 def test_what_the_rule_covers_is_read_and_nothing_wrong_is_claimed(tiny_model: LoadModel) -> None:
     """Over plans of any form: tokens are dealt out at random."""
     streams = {name: tiny_model("llama", 2, name) for name in "qkv"} | {"own": tiny_model("llama", 1)}

@@ -74,6 +74,7 @@ def literally(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.05, *slow_cases(1e-9, 20.0)])
 @pytest.mark.parametrize("proposal", ["vocab", *slow_cases("lm")])
 @pytest.mark.parametrize("channel", PERMUTATIONS)
@@ -152,6 +153,7 @@ def until_wrong(found: list[tuple[int, int]], right: list[tuple[int, int]]) -> i
     return next((i for i, (a, b) in enumerate(zip(found, right, strict=True)) if a != b), len(right))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "channel", ["gaussian:sigma=0.02|identity", "2d-perm", *slow_cases("seq-perm", "hidden-perm")]
 )
@@ -205,6 +207,7 @@ def test_the_search_ends_at_the_upper_end_of_the_plateau(lowest: float, wide: fl
     assert best <= edge < best * calibration.PRECISION**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", ["identity", "2d-perm"])
 def test_calibrated_thresholds_find_the_prompt(tiny_model: LoadModel, channel: str) -> None:
     model = tiny_model("gpt2", 2)

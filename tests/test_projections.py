@@ -37,6 +37,7 @@ def test_projections_are_inner_products_with_known_directions() -> None:
     assert abs(float(big.square().sum(0).mean()) - 1) < 0.05 and abs(float(big.mean())) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_enough_projections_give_the_prompt_away(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2)
@@ -46,6 +47,7 @@ def test_enough_projections_give_the_prompt_away(tiny_model: LoadModel) -> None:
     assert found.ids == TOKENS and all(one.verified for one in found.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 def test_noise_on_projections(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1)

@@ -207,6 +207,7 @@ def test_truth_files_hold_what_ran(tmp_path: Path) -> None:
         load_truth(tmp_path / "bad.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["santext:epsilon=6", "rantext:epsilon=9", "custext:epsilon=6,k=4"])
 def test_the_attack_decodes_what_tokens_stood_for(
     stage: str, tiny_model: Truncated, small_probes: None, monkeypatch: pytest.MonkeyPatch

@@ -137,6 +137,7 @@ def attacked(model: TruncatedModel, *specs: str, **options: Any) -> AttackResult
     return Replay(**options).fit(shown.info, model).recover(shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "layer", "stage"),
     [*(("llama", 2, stage) for stage in STAGES[:8]), ("gpt2", 1, OneOrder), ("gpt2", 1, Decoyed)],

@@ -243,6 +243,7 @@ def test_every_experiment_belongs_to_a_question() -> None:
     assert question_of("a-plugins") is OTHER
 
 
+@pytest.mark.slow
 def test_a_long_report_is_an_index_and_pages_by_question(tmp_path: Path) -> None:
     runs, studies, _ = load([*STORED, make(tmp_path / "r", [sample(0, GOOD)])])
     made = pages("report.html", "All", grid_of(runs), runs, studies, [])

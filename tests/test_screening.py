@@ -67,6 +67,7 @@ def test_the_same_as_without(tiny_model: LoadModel, channel: str, stream: str) -
             assert other.distance == pytest.approx(one.distance, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
 def test_a_screen_that_is_wrong_costs_time_only(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, channel: str
@@ -85,6 +86,7 @@ def test_a_screen_that_is_wrong_costs_time_only(
         assert recovery.stop_reason == "complete"
 
 
+@pytest.mark.slow
 def test_what_no_token_gives_is_left_unverified_with_the_nearest(tiny_model: LoadModel) -> None:
     """Whether or not there is a screen, the model's own distances choose the best guess."""
     model = tiny_model("llama", 2)

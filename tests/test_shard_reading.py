@@ -54,6 +54,7 @@ def recover(model: TruncatedModel, tokens: list[int], *specs: str, **options: An
 # ---- what it reads
 
 
+@pytest.mark.slow
 def test_own_embeddings_are_read_and_every_position_up_to_the_last_row_is_named(
     tiny_model: LoadModel,
 ) -> None:
@@ -87,6 +88,7 @@ def test_files_of_a_hardened_cascade_are_attacked(tiny: TinyPath, tmp_path: Path
     assert len(found.ids) == 1 + max(shown.info.positions or ())
 
 
+@pytest.mark.slow
 def test_prompts_at_once_give_what_each_gives_alone(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1)
     several = [released(model, tokens_of(n, seed=n), SHARD) for n in (24, 9, 17)]
@@ -117,6 +119,7 @@ def test_readers_learn_the_tokens_before_a_row() -> None:
 # ---- the beam
 
 
+@pytest.mark.slow
 def test_a_wide_beam_finds_what_trying_every_prompt_finds(tiny: TinyPath) -> None:
     """The oracle runs all prompts of three tokens through the plain model."""
     path = tiny("llama", vocab_size=12, bos_token_id=1, eos_token_id=2)

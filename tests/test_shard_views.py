@@ -39,6 +39,7 @@ def released(model: TruncatedModel, node: int = 1) -> Observation:
 # ---- views
 
 
+@pytest.mark.slow
 def test_rows_of_one_site_are_read_as_one_observation_is(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 1)
     shown = released(model)
@@ -64,6 +65,7 @@ def test_queries_of_one_node_and_keys_of_another_name_the_tokens_of_both(tiny_mo
     assert first.positions == OF_0 and second.ids == both.ids
 
 
+@pytest.mark.slow
 def test_joined_layers_are_read_by_one_regression_over_their_columns(tiny_model: LoadModel) -> None:
     """The oracle concatenates rows of own text by hand and keeps those that have the token in their window."""
     model = tiny_model("llama", 1)

@@ -263,6 +263,7 @@ def test_vocabulary_matching_reads_through(tiny_model: LoadModel, specs: tuple[s
     assert result.verified or specs[0].startswith(("round", "output-noise"))
 
 
+@pytest.mark.slow
 def test_the_beginning_of_another_text_is_left_again(tiny_model: LoadModel) -> None:
     """A decoy may be the state of a first token: no second token follows it, so it was none of the prompt's."""
     model = tiny_model("llama", 2)
@@ -352,6 +353,7 @@ def test_a_cloak_is_of_keys_and_values_and_no_attack_takes_it_for_rows(tiny_mode
         release(tiny_model("llama", 2), "kv-cloak:heads=2")
 
 
+@pytest.mark.slow
 def test_a_decoy_that_is_a_token_s_state_is_not_verified(tiny_model: LoadModel) -> None:
     """Rows of other texts match tokens as well; only those in the context of the prompt's others show its tokens."""
     channel = Channel.parse(["decoys:count=3"])

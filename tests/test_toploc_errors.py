@@ -138,6 +138,7 @@ def test_the_tables_rows_are_views(spec: dict[str, Any]) -> None:
     ]  # one that could not be measured stays
 
 
+@pytest.mark.slow
 def test_moduli_are_those_of_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measures, "_BLOCK", 150)
     draws, returned = np.random.default_rng(3), list[int]()

@@ -166,6 +166,7 @@ def known(tokens: list[int]) -> Tensor:
     return states.bfloat16()
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     tokens=st.lists(words, min_size=32, max_size=100).filter(lambda one: len(one) % EVERY != 1),

@@ -43,6 +43,7 @@ def test_turning_is_the_product_of_complex_numbers(seed: int) -> None:
     assert torch.allclose(turned(states, angles), torch.cat([slow.real, slow.imag], 1))
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10**6))
 def test_a_token_of_the_block_has_angles_that_put_it_inside_and_another_has_none(seed: int) -> None:
@@ -90,6 +91,7 @@ def test_a_cloaked_prompt_is_read_and_verified(
     assert list(result.ids) == TOKENS and all(token.verified for token in result.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_token_that_no_head_shows_is_found_by_the_next_one(tiny_model: LoadModel, seed: int) -> None:
     """With one head an offset hides one token of each block; nothing tells a last token that is hidden."""
@@ -101,6 +103,7 @@ def test_a_token_that_no_head_shows_is_found_by_the_next_one(tiny_model: LoadMod
     ]
 
 
+@pytest.mark.slow
 def test_keys_of_the_first_layer_are_placed_although_positions_turn_them_too(tiny_model: LoadModel) -> None:
     """The angles of a token that stands fourth fit it as the first one: only the block's end tells."""
     model = tiny_model("llama", 1, "k")

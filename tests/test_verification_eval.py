@@ -54,6 +54,7 @@ def test_answers_are_generated_once_and_scored(spec: dict[str, Any], home: Path)
     assert not list(home.rglob(".*"))
 
 
+@pytest.mark.slow
 def test_proofs_of_single_tokens_are_compared_as_their_numbers(spec: dict[str, Any], home: Path) -> None:
     """A proof of all 64 values of a state misses none, so that bits can be compared one by one."""
     given = {**spec, "variant": "layers=3"}
@@ -91,6 +92,7 @@ def test_an_honest_pool_can_be_chosen(spec: dict[str, Any], home: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_other_providers_diverge_in_their_own_scores(spec: dict[str, Any], home: Path) -> None:
     pruned = answers.scored({**spec, "variant": "layers=3"}, home)
     seeded = answers.scored({**spec, "variant": "seed=1"}, home)
@@ -111,6 +113,7 @@ def test_the_adversary_meets_the_honest_cross_entropy(
         answers._settled(tuned, home, lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("measure", "extra", "figure"),
     [
@@ -228,6 +231,7 @@ def test_providers_are_placed_between_bands(spec: dict[str, Any], tmp_path: Path
         verification.bands(setting, providers="nf4")
 
 
+@pytest.mark.slow
 def test_values_of_float32_need_a_provider_in_float32(spec: dict[str, Any], tmp_path: Path) -> None:
     """TOPLOC, table 5: only a verifier in float32 rejects a provider in bfloat16."""
     setting = Setting(model=spec["model"], prompts=spec["prompts"], limit=2, max_tokens=6, device="cpu")
@@ -302,6 +306,7 @@ def test_statistics_are_those_of_the_tokens(spec: dict[str, Any], home: Path) ->
     assert sharp["value"] > blunt["value"] > 0
 
 
+@pytest.mark.slow
 def test_calibrated_limits_accept_the_honest_and_are_no_looser(spec: dict[str, Any], home: Path) -> None:
     folder = home / "cells" / "limits"
     honest = ["honest", "batch=3", "batch=1"]

@@ -83,6 +83,7 @@ def reference(model: str) -> Words:
     return ("--model", model, *COMMON)
 
 
+@pytest.mark.slow
 def test_honest_proofs_are_valid_and_others_rejected(files: Files, reference: Words) -> None:
     assert answer("check", files["honest"], *AGREED, *reference)["counts"] == {
         "valid": 3,
@@ -96,6 +97,7 @@ def test_honest_proofs_are_valid_and_others_rejected(files: Files, reference: Wo
     assert answer("check", files["seed"], *reference)["counts"]["valid"] == 3
 
 
+@pytest.mark.slow
 def test_scores_tell_a_wrong_seed_from_an_honest_one(files: Files, reference: Words) -> None:
     level = ("--false-positives", 0.1)  # three requests a side cannot give less than 0.05
     trusted = files["honest"].with_name("trusted")
@@ -260,6 +262,7 @@ def test_speculative_answers_are_scored_with_their_draft(
         assert result.exit_code == 2 and said in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_audit_classifies_and_bounds(files: Files, reference: Words, tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
@@ -276,6 +279,7 @@ def test_audit_classifies_and_bounds(files: Files, reference: Words, tmp_path: P
     assert verify("audit", tmp_path / "nowhere").exit_code == 2
 
 
+@pytest.mark.slow
 def test_audit_wants_every_request_in_the_ledger(files: Files, reference: Words, tmp_path: Path) -> None:
     folder, ledger, key = tmp_path / "logs", tmp_path / "ledger.jsonl", tmp_path / "key"
     folder.mkdir()
@@ -621,6 +625,7 @@ def test_rare_tokens_of_the_inverse_transform_are_no_danger() -> None:
         assert risks.tolist() == [Risk.SAFE if wanted[1] else Risk.DANGEROUS]
 
 
+@pytest.mark.slow
 def test_a_file_may_be_called_anything(files: Files, reference: Words, tmp_path: Path) -> None:
     names = ["cost$\\frac$5.jsonl", "a$1_{$.jsonl", os.fsdecode(b"\xff.jsonl")]
     for name in names:
@@ -876,6 +881,7 @@ def test_the_rule_of_proofs_is_agreed_on(model: str, files: Files, reference: Wo
     assert "another command" in verify(*words).stderr
 
 
+@pytest.mark.slow
 def test_proofs_of_float32_values_see_what_others_do_not(
     files: Files, reference: Words, tmp_path: Path
 ) -> None:
