@@ -40,6 +40,9 @@ class Gaussian(Stage):
         noise = torch.randn(embeddings.shape, generator=generator, device=generator.device)
         return (embeddings.float() + self.sigma * noise.to(embeddings.device)).to(embeddings.dtype)
 
+    def averaged(self, count: int) -> "Gaussian":
+        return self if count == 1 else Gaussian(self.sigma / count**0.5)
+
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return replace(info, noise_sigma=math.hypot(info.noise_sigma or 0.0, self.sigma))
 
@@ -81,6 +84,9 @@ class UnknownGaussian(Stage):
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return replace(info, channel=tuple(self.name if spec == self.spec else spec for spec in info.channel))
+
+    def averaged(self, count: int) -> "UnknownGaussian":
+        return self if count == 1 else UnknownGaussian()  # of another strength, which nobody told either
 
     def supposed(self, strength: float) -> Gaussian:
         """Return the stage with the standard deviation that an attacker supposes."""
@@ -128,6 +134,10 @@ class OutputNoise(Stage):
             noise *= torch.empty_like(noise).exponential_(generator=generator).sqrt()
         size = rows.square().mean(1, keepdim=True).sqrt() if self.scale == "row" else 1.0
         return (rows + self.sigma * size * noise.to(rows)).to(states.dtype), None, {}
+
+    def averaged(self, count: int) -> "OutputNoise":
+        # A sum of independent noise of any kind is nearly Gaussian.
+        return self if count == 1 else OutputNoise(self.sigma / count**0.5, self.scale)
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return with_noise(info, sigma=self.sigma, scale=self.scale, kind=self.kind)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
+from hiddenlab.repeated import Reads
 from hiddenlab.text import html
 from hiddenlab.utils.schema import CLOSED, Count, Finite, Layer
 
@@ -17,13 +18,19 @@ Status = Literal["BROKEN", "LEAKS", "HELD", "INCONCLUSIVE"]
 
 @with_config(CLOSED)
 class Has(TypedDict):
-    """What the attacker knows, and has beside the rows (``hiddenlab.attacker``); ``words`` follow "an attacker who"."""
+    """What the attacker knows, and has beside the rows (``hiddenlab.attacker``); ``words`` follow "an attacker who".
+
+    ``reads`` is what he makes of several releases: attacks read their mean, the first alone (of some prompts at least),
+    or any of them, since they are the same. None: he sees one.
+    """
 
     knows: str
     key: str
+    releases: Count
     known: Count
     chosen: Count
     words: str
+    reads: Reads | None
 
 
 @with_config(CLOSED)

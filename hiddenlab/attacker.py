@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typer import Option
 
+from hiddenlab.errors import InputError
 from hiddenlab.text import count_of
 from hiddenlab.utils.schema import CLOSED, check
 
@@ -43,6 +44,19 @@ class Attacker:
             "texts share one. forever: all prompts and known texts share one.",
         ),
     ] = "request"
+    releases: Annotated[
+        int,
+        Field(ge=1, le=MOST_TEXTS),
+        Option(
+            "--releases",
+            metavar="N",
+            min=1,
+            max=MOST_TEXTS,
+            rich_help_panel=PANEL,
+            help="How often each prompt is released, each time with fresh noise. The attacker sees all releases. With "
+            "--key request, each has a key of its own.",
+        ),
+    ] = 1
     known: Annotated[
         Texts,
         Option(
@@ -66,6 +80,12 @@ class Attacker:
         ),
     ] = 0
 
+    def __post_init__(self) -> None:
+        if self.releases > 1 and self.knows == "nothing":
+            raise InputError(
+                "who knows nothing of a defense cannot say what the mean of its releases is; give --knows facts"
+            )
+
     @property
     def words(self) -> str:
         """What differs from who knows the code and has no texts, behind "an attacker who"; empty for that one."""
@@ -82,7 +102,9 @@ class Attacker:
             "nothing": "knows nothing of the defense",
         }[self.knows]  # fmt: skip
         has = f"has {' and '.join(texts)} under {under[self.key]}" if texts else ""
-        return " and ".join(filter(None, (knows, has)))
+        seen = "under one key" if self.key != "request" else "under a fresh key each time"
+        sees = f"sees each prompt released {self.releases} times {seen}" if self.releases > 1 else ""
+        return " and ".join(filter(None, (knows, sees, has)))
 
     def to_json(self) -> dict[str, Any]:
         """Return all options by name, as JSON values."""

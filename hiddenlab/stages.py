@@ -29,7 +29,8 @@ class Defense(Protocol):
     ``spec`` is the text that builds the same defense again, e.g. ``gaussian:sigma=0.01``. A stage that shows only some
     of the rows has ``selects = True``; one that adds rows which are no token's has ``adds``, their number. One whose
     strength only the provider knows has ``supposed(strength)``, which returns the same stage with a strength that an
-    attacker assumes. One that replaces tokens before the model runs is a ``Replacement``.
+    attacker assumes. One that adds fresh noise has ``averaged(count)``, which returns the stage that the mean of so
+    many releases seems to have passed. One that replaces tokens before the model runs is a ``Replacement``.
     """
 
     spec: str
@@ -179,6 +180,13 @@ class Stage:
         """
         return states
 
+    def averaged(self, count: int) -> "Stage":
+        """Return the stage that the mean of several releases of one text, under one key, seems to have passed.
+
+        A stage that adds fresh noise returns a weaker one. Any other returns itself.
+        """
+        return self
+
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return info
 
@@ -283,6 +291,11 @@ def has_unknown_strength(defense: Defense) -> bool:
 def with_strength(defense: Defense, strength: float) -> Defense:
     """Return a stage of unknown strength with an assumed one; any other stage unchanged."""
     return as_defense(defense.supposed(strength)) if hasattr(defense, "supposed") else defense
+
+
+def averaged(defense: Defense, count: int) -> Defense:
+    """Return what the mean of so many releases passed in place of a stage; see ``Stage.averaged``."""
+    return as_defense(defense.averaged(count)) if hasattr(defense, "averaged") else defense
 
 
 def replaces_tokens(defense: object) -> bool:

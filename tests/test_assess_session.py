@@ -112,15 +112,18 @@ def test_a_key_that_serves_known_texts_breaks_a_defense(
     assert turned.findings["attacker"] == {
         "knows": "code",
         "key": "session",
+        "releases": 1,
         "known": 3,
         "chosen": 0,
         "words": has,
+        "reads": None,
     }
     assert turned.path is not None
     assert read_run(turned.path)[0].setup == {
         "minutes": 1.0,
         "knows": "code",
         "key": "session",
+        "releases": 1,
         "known": 3,
         "chosen": 0,
     }

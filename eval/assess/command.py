@@ -59,6 +59,7 @@ from hiddenlab.job import Case, cases_of, prepare
 from hiddenlab.models import TruncatedModel
 from hiddenlab.prompts import Prompt, load_prompts
 from hiddenlab.records import Recorder, RunRecord, check_new, check_writable, finite, read_run
+from hiddenlab.repeated import Reads, reads
 from hiddenlab.runner import Interrupted, Run
 from hiddenlab.stages import are_replaced
 from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationInfo, Progress, silent
@@ -123,7 +124,8 @@ def assess(
     attacker = attacker or Attacker()
     if config.observation is not None and attacker != Attacker():
         raise InputError(
-            "--knows, --key, --known and --chosen go with a DEFENSE that releases prompts, not with --observation"
+            "--knows, --key, --releases, --known and --chosen go with a DEFENSE that releases prompts, and not with "
+            "--observation"
         )
     if config.states:
         raise InputError(
@@ -366,7 +368,11 @@ def judge(
         "stream": model.site.stream,
         "seed": seed,
         "minutes": minutes,
-        "attacker": {**subject.attacker.to_json(), "words": subject.attacker.words},
+        "attacker": {
+            **subject.attacker.to_json(),
+            "words": subject.attacker.words,
+            "reads": _reads(rows[:own]),
+        },
         "prompts": own,
         "truth": subject.truth,
         "leak": found.leak._asdict(),
@@ -412,8 +418,16 @@ def _evidence(
         short=[one.attack for one in attempts if one.status == OUT_OF_TIME and one.attack not in endless],
         crashed=[one.attack for one in attempts if one.status == CRASHED],
         misled=sum(is_misled(one, attempts, i) for i, one in enumerate(mine)) if subject.truth else 0,
+        unread=sum(reads(one.observation.info) == "first" for one in mine),
         truth=subject.truth,
     )
+
+
+def _reads(rows: Sequence[Observation]) -> Reads | None:
+    """Return what attacks read of several releases of each prompt, the least of it where prompts differ."""
+    found = {reads(one.info) for one in rows}
+    order: tuple[Reads, ...] = ("first", "mean", "same")
+    return next((one for one in order if one in found), None)
 
 
 def _secrets(subject: Subject, extra: Sequence[Reading]) -> int:

@@ -15,6 +15,7 @@ from hiddenlab.eval.assess.readings import truth_of
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.corpus import Corpus, language_reference
+from hiddenlab.repeated import together
 from hiddenlab.secret_maps import mixes_rows
 from hiddenlab.types import GroundTruth, KnownText, Observation, ObservationInfo
 from hiddenlab.utils.random import generator
@@ -38,10 +39,8 @@ def release_all(
     attacker = attacker or Attacker()
     keys = [_key(attacker, seed, case.index) for case in cases]
     made = [
-        channel.release(model, truth_of(case).tokens, generator(seed, "release", case.index), key)
-        for case, key in zip(cases, keys, strict=True)
+        _repeatedly(model, channel, case, seed, key, attacker) for case, key in zip(cases, keys, strict=True)
     ]
-    made = [(as_known(shown, model, attacker), truth) for shown, truth in made]
     if not attacker.known + attacker.chosen:
         return made
     lengths = [len(truth_of(case).tokens) for case in cases]
@@ -68,6 +67,25 @@ def release_all(
         )
         for (shown, truth), texts in zip(made, known, strict=True)
     ]
+
+
+def _repeatedly(
+    model: TruncatedModel, channel: Channel, case: Case, seed: int, key: int | None, attacker: Attacker
+) -> tuple[Observation, GroundTruth]:
+    """Release a prompt as often as the attacker sees it, and return what he makes of it.
+
+    The truth is of the first release. A later one that replaces tokens by others than that one is not put together
+    with it, since its rows differ otherwise than by noise.
+    """
+    made = [
+        channel.release(
+            model, truth_of(case).tokens, generator(seed, "release", case.index, *[again] * bool(again)), key
+        )
+        for again in range(attacker.releases)
+    ]
+    shown = [as_known(observation, model, attacker) for observation, _ in made]
+    one = together(shown, model, key is not None, seed) if len(shown) > 1 else shown[0]
+    return one, made[0][1]
 
 
 def _key(attacker: Attacker, seed: int, index: int) -> int | None:

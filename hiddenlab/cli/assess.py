@@ -134,6 +134,7 @@ def conduct(
 def show(result: Mapping[str, Any]) -> None:
     """Print the verdict, the figures behind it, what each attack did, and the prompt that leaked most."""
     from hiddenlab.cli.show import table
+    from hiddenlab.report.assessed import attacker
 
     screen = stdout()
     screen.print(result["sentence"], style=STYLES[result["status"]], soft_wrap=True)
@@ -147,8 +148,7 @@ def show(result: Mapping[str, Any]) -> None:
             ["exact prompts", _interval(result["exact"])],
             ["ROUGE-L", figure("rouge_l", result["rouge_l"]["value"])],
         ]
-    if has := result["attacker"]["words"]:
-        rows.append(["the attacker", has])
+    rows += map(list, attacker(result))
     if secrets is not None:
         rows.append(["planted secrets read", f"{secrets['read']} of {secrets['planted']}"])
     if "reason" not in cost:

@@ -47,6 +47,13 @@ def heading(run: Run) -> tuple[str, str]:
     return f"Does {defense_of(run)} hold?", run.summary["sentence"]
 
 
+READS = {
+    "mean": "their mean, with the noise that is left in it",
+    "same": "any one, since all are the same",
+    "first": "of some prompts the first alone, since no mean of them is known",
+}
+
+
 def lines(run: Run, image: str, table_html: Callable[[Grid, str], str]) -> Iterator[str]:
     """Yield the parts of a section.
 
@@ -60,7 +67,7 @@ def lines(run: Run, image: str, table_html: Callable[[Grid, str], str]) -> Itera
         ("states", f"{found['stream']} at layer {found['layer']}"),
         ("prompts", str(found["prompts"])),
         ("minutes for all attacks", f"{found['minutes']:g}"),
-        *_attacker(found),
+        *attacker(found),
         *figures(found),
     ]
     listed = "".join(f"<div><dt>{html(label)}</dt><dd>{html(text)}</dd></div>" for label, text in named)
@@ -81,10 +88,12 @@ def lines(run: Run, image: str, table_html: Callable[[Grid, str], str]) -> Itera
         yield f"<details><summary>All prompts as the attacker reads them{more}</summary>{shown}</details>"
 
 
-def _attacker(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what the attacker has beside the rows, where he has anything."""
+def attacker(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what the attacker has beside the rows, where he has anything, and what he makes of several releases."""
     if has := found["attacker"]["words"]:
         yield "the attacker", has
+    if (reads := found["attacker"]["reads"]) is not None:
+        yield "what attacks read of the releases", READS[reads]
 
 
 def _leakiest(run: Run) -> Iterator[str]:
@@ -177,7 +186,7 @@ def markdown_lines(run: Run, image: str) -> list[str]:
     title, said = (markdown(text) for text in heading(run))
     worst = found["leakiest"]
     lines = [f"## {title}", "", said, ""]
-    lines += [f"- {label}: {markdown(text)}" for label, text in (*_attacker(found), *figures(found))]
+    lines += [f"- {label}: {markdown(text)}" for label, text in (*attacker(found), *figures(found))]
     lines += [f"- {markdown(reason)}" for reason in unmeasured(found)]
     lines += [] if found["truth"] else [f"- {UNKNOWN}"]
     if worst is not None:

@@ -1,0 +1,92 @@
+"""Put several releases of one prompt together, as an attacker does who sees it released again and again."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from hiddenlab.channels import SELECTION_FACTS, Channel
+from hiddenlab.errors import NotApplicableError
+from hiddenlab.models import TruncatedModel
+from hiddenlab.stages import SUPPOSED, Defense, averaged
+from hiddenlab.types import Observation, ObservationInfo
+from hiddenlab.utils.random import generator
+
+FACT = "releases"  # of a prompt that was released several times: how often, and what of that the rows are
+Reads = Literal["mean", "same", "first"]
+KEY = 0  # of the attacker's own releases, where a key serves several
+LENGTH = 16  # tokens of the attacker's own text: an order of so many rows is not repeated by chance
+
+
+def together(shown: Sequence[Observation], model: TruncatedModel, shared_key: bool, seed: int) -> Observation:
+    """Return what several releases of one prompt say together: their mean, as one release behind weaker noise.
+
+    The attacker knows the stages (``Stage.averaged`` says what the mean is of), and tries on a text of his own whether
+    the others release the same rows each time. Rows that come in another order each time are matched, by the assignment
+    of least squared distance.
+
+    Args:
+        model: of the attacker. shared_key: whether the releases passed under one key. seed: of his own text.
+
+    Returns:
+        An observation whose fact ``releases`` says what it is: ``mean``; ``same`` where all are equal, so that more of
+        them say no more; ``first`` where no mean is known, since something that is no noise was drawn anew.
+    """
+    first, count = shown[0], len(shown)
+    if all(torch.equal(one.states, first.states) for one in shown):
+        return _said(first, count, "same")
+    stages = Channel.parse(first.info.channel).defenses
+    mean = [averaged(stage, count) for stage in stages]
+    kept = [stage for stage, weaker in zip(stages, mean, strict=True) if weaker is stage]
+    alike = len(kept) < len(stages) and all(one.info == first.info for one in shown)
+    if not alike or not (how := _repeats(kept, model, shared_key, seed)):
+        return _said(first, count, "first")
+    rows = [one.states.double() for one in shown]
+    if how == "shuffled":
+        rows = [rows[0], *(one[_matched(one, rows[0])] for one in rows[1:])]
+    plain = ObservationInfo(
+        first.info.model, first.info.signature, first.info.site,
+        provider_dtype=first.info.provider_dtype, quantization=first.info.quantization,
+    )  # fmt: skip
+    info = Channel(mean).published(plain)
+    seen = {name: first.info.facts[name] for name in (*SELECTION_FACTS, SUPPOSED) if name in first.info.facts}
+    info = replace(info, positions=first.info.positions, facts={**info.facts, **seen})
+    return _said(Observation(torch.stack(rows).mean(0).float(), info, first.known), count, "mean")
+
+
+def reads(info: ObservationInfo) -> Reads | None:
+    """Return what of several releases rows are; None of a single one."""
+    said: dict[str, Any] | None = info.facts.get(FACT)
+    return None if said is None else said["read"]
+
+
+def _said(observation: Observation, count: int, read: Reads) -> Observation:
+    facts = {**observation.info.facts, FACT: {"seen": count, "read": read}}
+    return Observation(observation.states, replace(observation.info, facts=facts), observation.known)
+
+
+def _repeats(stages: Sequence[Defense], model: TruncatedModel, shared_key: bool, seed: int) -> str | None:
+    """Return how stages repeat what they release: "same", or "shuffled"; None where they do neither."""
+    channel, key = Channel(stages), KEY if shared_key else None
+    text = torch.randint(model.vocab_size, (LENGTH,), generator=generator(seed, "repeated text")).tolist()
+    try:
+        one, other = (
+            channel.release(model, text, generator(seed, "repeated", number), key)[0].states.double()
+            for number in (0, 1)
+        )
+    except NotApplicableError:
+        return None
+    if one.shape != other.shape:
+        return None
+    if torch.allclose(one, other):
+        return "same"
+    return "shuffled" if torch.allclose(one, other[_matched(other, one)]) else None
+
+
+def _matched(rows: Float[Tensor, "n d"], to: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:
+    """Return which of the rows belongs to each of others."""
+    return torch.tensor(linear_sum_assignment(torch.cdist(to, rows).square().cpu().numpy())[1])

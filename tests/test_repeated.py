@@ -1,0 +1,125 @@
+"""Several releases of one prompt are averaged where only noise differs, and named as unread where more does."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiddenlab.attacker import Attacker
+from hiddenlab.channels import Channel
+from hiddenlab.config import AttackConfig
+from hiddenlab.errors import InputError
+from hiddenlab.eval.assess import command
+from hiddenlab.eval.assess.command import assess
+from hiddenlab.eval.assess.ensemble import Step
+from hiddenlab.eval.assess.session import release_all
+from hiddenlab.job import Case
+from hiddenlab.models import TruncatedModel
+from hiddenlab.repeated import reads
+from hiddenlab.types import GroundTruth, Observation
+
+Truncated = Callable[..., TruncatedModel]
+TOKENS = (84, 105, 32, 84, 201, 9, 77)
+COUNT = 16
+
+
+def shown(model: TruncatedModel, spec: str, **attacker: Any) -> Observation:
+    case = Case(0, "p", GroundTruth(TOKENS))
+    channel = Channel.parse([stage for stage in spec.split("+") if stage])
+    ((observation, _),) = release_all(model, channel, [case], 0, Attacker(releases=COUNT, **attacker))
+    return observation
+
+
+def off(model: TruncatedModel, rows: torch.Tensor) -> float:
+    """Return the root mean square of what separates rows from the prompt's states, whatever their order."""
+    plain = model.encode(torch.tensor(TOKENS)).double()
+    near = torch.cdist(rows.double(), plain).argmin(1)
+    assert sorted(near.tolist()) == list(range(len(TOKENS)))
+    return float((rows.double() - plain[near]).square().mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    ("spec", "key"),
+    [
+        ("output-noise:sigma=0.01", "request"),
+        ("output-noise:sigma=0.01,kind=laplace", "request"),
+        ("output-noise:sigma=0.01+seq-perm", "session"),
+        ("output-noise:sigma=0.01+seq-perm", "request"),
+        ("gaussian:sigma=0.01", "request"),
+    ],
+)
+def test_the_mean_of_releases_has_a_quarter_of_the_noise_of_one(
+    tiny_model: Truncated, spec: str, key: str
+) -> None:
+    model = tiny_model("llama", 2)
+    one = Channel.parse(spec.split("+")).release(model, TOKENS, 5)[0]
+    mean = shown(model, spec, key=key)
+    assert reads(mean.info) == "mean" and reads(one.info) is None
+    assert off(model, mean.states) < 0.4 * off(model, one.states)
+    (stage,) = [name for name in mean.info.channel if "sigma" in name]
+    assert stage.partition(",")[0] == spec.partition(":")[0] + ":sigma=0.0025"
+    assert mean.info.rows_permuted is ("seq-perm" in spec)
+    if spec.startswith("gaussian"):
+        assert mean.info.noise_sigma is not None and math.isclose(mean.info.noise_sigma, 0.0025)
+
+
+def test_a_mean_of_the_facts_alone_is_the_same(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 2)
+    code, facts = (
+        shown(model, "output-noise:sigma=0.01+seq-perm", knows=knows) for knows in ("code", "facts")
+    )
+    assert torch.equal(code.states, facts.states) and reads(facts.info) == "mean"
+    with pytest.raises(InputError, match="knows nothing of a defense cannot say what the mean"):
+        Attacker(releases=2, knows="nothing")
+
+
+@pytest.mark.parametrize(
+    ("spec", "key", "read"),
+    [
+        ("identity", "request", "same"),
+        ("hidden-perm", "session", "same"),
+        ("int8", "request", "same"),
+        ("hidden-perm", "request", "first"),
+        ("output-noise:sigma=0.01+hidden-perm", "request", "first"),
+        ("output-noise:sigma=0.01+hidden-perm", "session", "mean"),
+        ("random-prefix", "session", "first"),
+        ("unknown-gaussian:sigma=0.01", "request", "mean"),
+        ("output-noise:sigma=0.01+orthogonal", "forever", "mean"),
+        ("decoys:count=2", "request", "first"),
+    ],
+)
+def test_what_is_no_noise_and_drawn_anew_is_not_averaged(
+    tiny_model: Truncated, spec: str, key: str, read: str
+) -> None:
+    model = tiny_model("llama", 2)
+    found = shown(model, spec, key=key)
+    assert reads(found.info) == read
+    if read == "mean":
+        return
+    (one,) = release_all(
+        model, Channel.parse(spec.split("+")), [Case(0, "p", GroundTruth(TOKENS))], 0, Attacker(key=key)
+    )
+    assert torch.equal(found.states, one[0].states) and found.info.channel == one[0].info.channel
+
+
+def test_a_verdict_tells_what_was_read_of_the_releases(
+    tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No defense holds of whose releases the first alone was read."""
+    monkeypatch.setattr(command, "ATTACKS", (Step("nearest"),))
+    monkeypatch.setattr(command, "planted", lambda seed: [])
+    config = AttackConfig(
+        prompts=str(tmp_path / "p.txt"), model=tiny("llama", tokenizer=True), layer=2, device="cpu"
+    )
+    (tmp_path / "p.txt").write_text("abcdefgh\nsome words\n")
+    for defense, read in ((("output-noise:sigma=0.01",), "mean"), (("hidden-perm",), "first")):
+        made = assess(replace(config, defense=defense), 1.0, attacker=Attacker(releases=4), keep=False)
+        assert (
+            made.findings["attacker"]["reads"] == read
+            and "released 4 times under a fresh key" in made.sentence
+        )
+    assert made.status == "INCONCLUSIVE" and "the first release alone was attacked" in made.sentence
