@@ -1,4 +1,4 @@
-"""Put several releases of one prompt together, as an attacker does who sees it released again and again."""
+"""Put several releases of one prompt together, as an attacker does who sees it again and again."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -71,7 +71,14 @@ def test_a_record_holds_the_findings_and_what_each_attack_read(
     assert made.path is not None and made.path.parent == tmp_path / "runs" and "-assess-" in made.path.name
     record, samples = read_run(made.path)
     assert record.status == "finished" and record.summary == made.findings
-    assert record.setup == {"minutes": 1.0, "knows": "code", "key": "request", "releases": 1, "known": 0, "chosen": 0}
+    assert record.setup == {
+        "minutes": 1.0,
+        "knows": "code",
+        "key": "request",
+        "releases": 1,
+        "known": 0,
+        "chosen": 0,
+    }
     assert str(made) == repr(made) == made.findings["sentence"] and made.status == "BROKEN"
     read = [line for line in samples if line["attack"] == "knowing" and line["status"] == "attacked"]
     assert [line["text"] for line in read[:4]] == list(WORDS)  # the planted secrets come behind
