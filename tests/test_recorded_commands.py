@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from hiddenlab.cli import app
-from hiddenlab.report.tables import NOT_RECORDED
 
 # Their rows are made of the figures of cells, so that there are none before cells are measured.
 FOLDED = (
@@ -27,11 +26,8 @@ def loaded(path: Path) -> dict[str, Any]:
 
 
 def recorded() -> list[Any]:
-    commands = {path.stem: loaded(path)["command"] for path in TABLES}
     return [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG))
-        for path in TABLES
-        if commands[path.stem] != NOT_RECORDED
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in TABLES
     ]
 
 
@@ -60,12 +56,6 @@ def test_a_recorded_command_makes_the_rows_of_its_table(path: Path, tmp_path: Pa
     keys = [row["keys"] for row in rows]
     missing = [row["keys"] for row in table["rows"] if row["keys"] not in keys]
     assert not missing
-
-
-def test_a_table_without_a_command_is_rare() -> None:
-    assert {path.stem for path in TABLES if loaded(path)["command"] == NOT_RECORDED} == {
-        "noise-001", "noise-01", "noise-prefix",
-    }  # fmt: skip
 
 
 def test_every_table_names_the_models_that_it_measured() -> None:

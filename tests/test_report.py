@@ -16,7 +16,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.records import Recorder, RunRecord
 from hiddenlab.report.markdown import load_runs, write_report
 from hiddenlab.report.prompts import prompt_html
-from hiddenlab.report.tables import NOT_RECORDED, table_page
+from hiddenlab.report.tables import table_page
 from hiddenlab.summary import figure, summarise
 from hiddenlab.testing import attack_sample
 from hiddenlab.text import visible
@@ -383,11 +383,8 @@ def read_command(words: list[str]) -> str:
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_a_stored_tables_command_can_be_run(path: Path) -> None:
-    """Several are joined by ``&&``; where none made the table by itself, it says so instead."""
+    """Several are joined by ``&&``."""
     table = json.loads(path.read_text(encoding="utf-8"))
-    if table["command"] == NOT_RECORDED:
-        assert any("docs/log/" in note for note in table["notes"])
-        return
     for command in table["command"].split(" && "):
         assert table["experiment"].startswith(read_command(shlex.split(command)))
 
@@ -405,13 +402,6 @@ def test_a_stored_tables_command_can_be_run(path: Path) -> None:
 def test_what_is_no_command_is_noticed(command: str) -> None:
     with pytest.raises(Exception):  # noqa: B017 - of the parser, of the settings, or an assertion
         read_command(shlex.split(command))
-
-
-def test_a_table_without_a_command_says_so() -> None:
-    table = {
-        "experiment": "noise", "title": "A table", "figures": {}, "rows": [], "notes": [], "command": NOT_RECORDED
-    }  # fmt: skip
-    assert "The command was not recorded. Brackets" in table_page(table)
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)

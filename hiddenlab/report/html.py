@@ -10,7 +10,7 @@ from hiddenlab.report.data import Picture, Run, Study
 from hiddenlab.report.prompts import legend, marked, prompts_html
 from hiddenlab.report.questions import ASSESSED, OTHER, QUESTIONS, RUNS, Question, question_of
 from hiddenlab.report.style import STYLE
-from hiddenlab.report.tables import NO_COMMAND, NOT_RECORDED, NOTHING, Grid, brackets, gaps, grid, measured
+from hiddenlab.report.tables import NOTHING, Grid, brackets, gaps, grid, measured
 from hiddenlab.summary import NOT_APPLICABLE, Sample, figure
 from hiddenlab.text import html, printable
 
@@ -287,11 +287,7 @@ def _study_lines(study: Study, name: str, title: str, images: Sequence[Picture])
     notes = [*table["notes"], *cells.reasons]
     if notes:
         yield f"<ul>{''.join(f'<li>{html(note)}</li>' for note in notes)}</ul>"
-    command = table["command"]
-    if command == NOT_RECORDED:
-        yield f"<p>{NO_COMMAND}.</p>"
-    else:
-        yield f"<details><summary>Command</summary><pre>{html(command)}</pre></details>"
+    yield f"<details><summary>Command</summary><pre>{html(table['command'])}</pre></details>"
     if study.runs:
         yield legend([sample for run in study.runs for sample in run.samples])
     for run in study.runs:

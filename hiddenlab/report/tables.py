@@ -37,8 +37,6 @@ MORE_FIGURES = {
     "kl": "number",
 }
 PAPER = "paper: "
-NOT_RECORDED = "not recorded"  # the command of a table that no single command made
-NO_COMMAND = "The command was not recorded"
 NOTHING = "Nothing was measured"
 TABLE_FORMAT = 1
 Scale = Literal["log", "linear"]
@@ -198,7 +196,6 @@ def table_page(table: Mapping[str, Any]) -> str:
     lines = [f"## {markdown(table['title'])}", ""]
     lines += markdown_table(head, rows, cells.keys) if rows else [f"{NOTHING}."]
     command = visible(table["command"]).replace("`", "'")
-    made = NO_COMMAND if command == NOT_RECORDED else f"`{command}`"
-    lines += ["", f"{made}. {markdown(brackets(table))}"]
+    lines += ["", f"`{command}`. {markdown(brackets(table))}"]
     lines += ["", *(f"- {markdown(text)}" for text in [*table["notes"], *cells.reasons])]
     return "\n".join(lines) + "\n"
