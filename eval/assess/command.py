@@ -149,7 +149,7 @@ def assess(
         defense = tuple(job.config.defense)
         name = str(job.config.model)
         subject = Subject(job.model, channel, job.cases, texts, job.config.seed, defense, name, attacker)
-        subject, rows = released(subject)
+        subject, rows = released(subject, progress)
         record = RunRecord(
             verb=VERB, spec=job.config.to_json(), seeds={"seed": subject.seed}, prompts=len(subject.cases),
             inputs_sha256=_digest(rows), setup={"minutes": float(minutes), **attacker.to_json()},
@@ -191,7 +191,7 @@ def assess_channel(
     subject = Subject(
         model, channel, cases, planted(seed), seed, specs, model.ref.name, attacker or Attacker()
     )
-    subject, rows = released(subject)
+    subject, rows = released(subject, progress)
     recorder = Recorder.create(RunRecord(verb=VERB, spec={}), keep=False)
     return Assessment.of(judge(subject, rows, minutes, recorder, progress))
 
@@ -244,7 +244,7 @@ def _recorder(
     return recorder
 
 
-def released(subject: Subject) -> tuple[Subject, list[Observation]]:
+def released(subject: Subject, progress: Progress = silent) -> tuple[Subject, list[Observation]]:
     """Return what the attacker sees: the rows of a file, or what the defense releases of prompts and planted texts.
 
     The truths of the subject that is returned hold the tokens that ran, where the defense replaced some.
@@ -254,7 +254,9 @@ def released(subject: Subject) -> tuple[Subject, list[Observation]]:
     """
     if subject.channel is None:
         return subject, [case.observation for case in subject.cases if case.observation is not None]
-    made = release_all(subject.model, subject.channel, _everything(subject), subject.seed, subject.attacker)
+    made = release_all(
+        subject.model, subject.channel, _everything(subject), subject.seed, subject.attacker, progress
+    )
     cases = [
         replace(case, truth=replace(truth_of(case), computed=truth.computed))
         for case, (_, truth) in zip(subject.cases, made, strict=False)

@@ -17,7 +17,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.repeated import together
 from hiddenlab.secret_maps import mixes_rows
-from hiddenlab.types import GroundTruth, KnownText, Observation, ObservationInfo
+from hiddenlab.types import GroundTruth, KnownText, Observation, ObservationInfo, Progress, silent
 from hiddenlab.utils.random import generator
 
 LONGEST = 512  # tokens of a chosen text
@@ -30,6 +30,7 @@ def release_all(
     cases: Sequence[Case],
     seed: int,
     attacker: Attacker | None = None,
+    progress: Progress = silent,
 ) -> list[tuple[Observation, GroundTruth]]:
     """Release prompts through a channel, each with fresh draws, under the keys and beside the texts of an attacker.
 
@@ -38,9 +39,11 @@ def release_all(
     """
     attacker = attacker or Attacker()
     keys = [_key(attacker, seed, case.index) for case in cases]
-    made = [
-        _repeatedly(model, channel, case, seed, key, attacker) for case, key in zip(cases, keys, strict=True)
-    ]
+    made = list[tuple[Observation, GroundTruth]]()
+    for case, key in zip(cases, keys, strict=True):
+        progress("releasing prompts", len(made), len(cases))
+        made.append(_repeatedly(model, channel, case, seed, key, attacker))
+    progress("releasing prompts", len(made), len(cases))
     if not attacker.known + attacker.chosen:
         return made
     lengths = [len(truth_of(case).tokens) for case in cases]
