@@ -137,7 +137,8 @@ def attention_pass(
     total = weights.sum(-1)
     mixed = weights.to(values.dtype).view(*several, kv, heads // kv * a, b) @ values
     mixed = mixed.view(*several, heads, a, width)
-    output = mixed / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None].to(mixed.dtype)
+    # In the dtype of the outputs, whose smallest number may be larger than that of the sums: no row divides by 0.
+    output = mixed / total.clamp(min=torch.finfo(mixed.dtype).tiny)[..., None].to(mixed.dtype)
     return Partial(maximum, total, output)
 
 
