@@ -560,6 +560,9 @@ def test_cascade(run: Run, model: str) -> None:
     result = json.loads(out.stdout)
     assert (result["tokens"], result["comp_nodes"]) == (8, 3)
     assert result["max_difference"] <= 1e-4
+    # Of one pass, though several were timed.
+    attns = [counts for name, counts in result["nodes"].items() if name.startswith("AttnNode")]
+    assert attns and {counts["passes"] for counts in attns} == {1}
     assert "max difference" in run("cascade", "run", "hello", *numbers, "--compare").stdout
     assert "alpha must be at least 1" in refused(
         run("cascade", "plan", "--tokens", "4", "--alpha", "0", "--model", model, code=2)

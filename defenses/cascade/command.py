@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from hiddenlab.defenses.cascade.planning import make_plan
 from hiddenlab.errors import InputError
 from hiddenlab.sharding import Plan
 from hiddenlab.types import Progress, silent
+from hiddenlab.utils.clock import timed
 
 NO_RAY = "Ray is not installed; pip install 'hiddenlab[ray]'"
 
@@ -309,11 +309,12 @@ def run(
     The other arguments are those of ``plan``.
 
     Returns:
-        ``tokens``, ``comp_nodes``, ``attn_nodes`` (or ``share_nodes``), ``seconds`` (median), ``nodes`` (counters of
-        each node). For a pass: ``next_token`` (None for a model without a head). For a generation: ``text``,
-        ``new_tokens`` and ``seconds_per_token``. With ``compare``: ``plain_seconds``, ``over_plain`` and
-        ``max_difference`` or ``same_tokens``. With ``record``: ``seen``, ``worst`` (the verdict on the node that reads
-        most) and ``attack`` (the command that reads what it saw; None where no node saw anything).
+        ``tokens``, ``comp_nodes``, ``attn_nodes`` (or ``share_nodes``), ``seconds`` (median), ``nodes`` (what each
+        node did: in one pass, as the mean of all passes, or in the whole generation). For a pass: ``next_token`` (None
+        for a model without a head). For a generation: ``text``, ``new_tokens`` and ``seconds_per_token``. With
+        ``compare``: ``plain_seconds``, ``over_plain`` and ``max_difference`` or ``same_tokens``. With ``record``:
+        ``seen``, ``worst`` (the verdict on the node that reads most) and ``attack`` (the command that reads what it
+        saw; None where no node saw anything).
 
     Raises:
         InputError: the plan does not exist, the model is unknown, or the prompt is empty or too long.
@@ -348,7 +349,7 @@ def run(
             with _watched(cascade, backend, made, progress):
                 result = _pass(cascade, tokenizer, ids, made, 0)
         result = {"tokens": len(ids), **backend.hardening.counts(made)} | result
-        result["nodes"] = cascade.counters()
+        result.setdefault("nodes", cascade.counters())
         if record is not None:
             facts, answer = cascade.facts, result["output"] if new_tokens else []
             result["seen"] = save_seen(
@@ -421,8 +422,16 @@ def _worst(made: Plan, folder: Path, backend: Backend) -> dict[str, Any]:
 
 def _pass(cascade: "Cascade", tokenizer: Any, ids: Tensor, made: Plan, repeats: int) -> dict[str, Any]:
     output, seconds = timed(lambda: cascade.forward(ids, made), repeats)
+    nodes = {
+        name: {what: _whole(number / (repeats + 1)) for what, number in counts.items()}
+        for name, counts in cascade.counters().items()
+    }
     token = tokenizer.decode(int(output[-1].argmax())) if cascade.facts.head else None
-    return {"next_token": token, "seconds": seconds, "output": output}
+    return {"next_token": token, "seconds": seconds, "output": output, "nodes": nodes}
+
+
+def _whole(number: float) -> int | float:
+    return int(number) if number == int(number) else number
 
 
 def _generation(
@@ -484,17 +493,3 @@ def _compared(
             expected = output.logits if head else output.last_hidden_state
             same = {"max_difference": float((result["output"] - expected[0]).abs().max())}
     return {"plain_seconds": seconds, "over_plain": result["seconds"] / seconds} | same
-
-
-def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """Return the first result, and the median time of the calls after it (of the first where there are none)."""
-    started = time.perf_counter()
-    first = call()
-    if not repeats:
-        return first, time.perf_counter() - started
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return first, median(seconds)

@@ -13,7 +13,7 @@ import torch
 from hiddenlab.attacks.shard_reading import Rows, ShardReading
 from hiddenlab.channels import Channel
 from hiddenlab.defenses.cascade.backend import Cascade
-from hiddenlab.defenses.cascade.command import Backend, timed
+from hiddenlab.defenses.cascade.command import Backend
 from hiddenlab.defenses.cascade.cost import Shape
 from hiddenlab.defenses.cascade.load import load_cascade_model
 from hiddenlab.defenses.cascade.planning import make_plan, plan
@@ -29,6 +29,7 @@ from hiddenlab.prompts import load_prompts
 from hiddenlab.scoring import tokens_by_row
 from hiddenlab.sharding import Plan, Positions
 from hiddenlab.types import AttackResult, GroundTruth, Observation, Progress, Site, silent
+from hiddenlab.utils.clock import timed
 from hiddenlab.utils.random import generator
 
 ATTENTION = ("attn", "attn-pair")  # what AttnNodes see

@@ -1,9 +1,27 @@
-"""Time a search without what it prepares on the way, and decide when a preparation is worth its price."""
+"""Time calls, and searches without what they prepare on the way; decide when a preparation is worth its price."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def timed(call: Callable[[], T], repeats: int) -> tuple[T, float]:
+    """Return the first result, and the median time of the calls after it (of the first where there are none)."""
+    started = time.perf_counter()
+    first = call()
+    if not repeats:
+        return first, time.perf_counter() - started
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return first, median(seconds)
 
 
 @dataclass
