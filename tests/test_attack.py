@@ -320,8 +320,7 @@ def test_a_number_is_an_absolute_distance(tiny_model: LoadModel) -> None:
     ("channel", "epsilon"),
     [
         *((channel, "auto") for channel in ("identity", "2d-perm", "dtype:bfloat16")),
-        ("identity", "calibrated"),
-        *(pytest.param(one, "calibrated", marks=pytest.mark.slow) for one in ("2d-perm", "dtype:bfloat16")),
+        *slow_cases(*((channel, "calibrated") for channel in ("identity", "2d-perm", "dtype:bfloat16"))),
     ],
 )
 def test_measured_thresholds_lie_between_floor_and_gap(

@@ -92,6 +92,7 @@ def test_more_is_tried_where_it_was_the_likeliest(begun: Begun) -> None:
     assert not doubt.remains(Learned(weights, doubt.lead(weights) - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hypotheses", [1, 2])
 def test_a_right_beginning_that_is_the_second_gets_its_turn(
     begun: Begun, hypotheses: int, monkeypatch: pytest.MonkeyPatch

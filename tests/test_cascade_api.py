@@ -132,6 +132,7 @@ def test_an_answer_is_the_models_own(real: TestClient, tiny_llama: str, path: st
     assert ("".join(pieces), ended, counted) == (expected, finish, usage)
 
 
+@pytest.mark.slow
 def test_answers_at_once_are_kept_apart(real: TestClient) -> None:
     def text(prompt: str) -> str:
         return text_of(COMPLETIONS, real.post(**asks(prompt=prompt, max_tokens=6)).json())

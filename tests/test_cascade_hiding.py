@@ -145,6 +145,7 @@ def test_a_server_names_a_command_that_says_what_its_nodes_read() -> None:
     assert refused.exit_code == 2 and "serve takes --harden shares alone" in " ".join(refused.output.split())
 
 
+@pytest.mark.slow
 def test_plain_secret_sharing_is_a_row_beside_the_hardenings() -> None:
     made = hardening(Setting(), variants="secret-maps,shares")
     assert made.fold is not None

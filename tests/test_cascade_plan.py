@@ -227,6 +227,7 @@ def test_extra_operations_are_counted_pair_by_pair(make: Callable[[], Plan]) -> 
     assert extra_operations(made, shape) == 4 * len(met) + len(merged)
 
 
+@pytest.mark.slow
 @given(plans(), st.sampled_from(["paper", "logsumexp"]))
 def test_equation_1_is_the_sum_of_all_messages(make: Callable[[], Plan], mode: str) -> None:
     """It holds for the symmetric reduction too: halving the nodes saves no bytes. Leaving blocks out does."""

@@ -511,6 +511,7 @@ def test_states_that_schemes_reveal_are_matched(spec: dict[str, object], tmp_pat
         protocols.revealed({**spec, "scheme": scheme, "layer": 99, "budget": None}, tmp_path)
 
 
+@pytest.mark.slow
 def test_substitution_is_measured(
     spec: dict[str, object], tiny: TinyPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_a_dtype_is_named_whatever_attention_the_provider_takes(
     assert told.fault == "numbers" and f"--defense dtype:{dtype}" in told.sentence
 
 
+@pytest.mark.slow
 def test_other_weights_are_named_in_half_precision_too(
     tiny: Callable[..., str], tiny_model: LoadModel
 ) -> None:

@@ -69,6 +69,7 @@ def test_states_that_cannot_be_continued_are_not(tiny_model: LoadModel) -> None:
         changed.embeddings = True
 
 
+@pytest.mark.slow
 def test_a_search_reads_the_observed_rows(tiny_model: LoadModel, small_probes: None) -> None:
     model, prompts = tiny_model("llama", 2), random_prompts(*[12] * 6)
     observations = release(model, prompts)

@@ -43,6 +43,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.slow
 def test_all_parts_of_a_split_gguf_are_read(tmp_path: Path, own_cache: Path) -> None:
     write_tiny_gguf(tmp_path / "whole.gguf")
     write_tiny_gguf(tmp_path / "model.gguf", split_max_tensors=15)
@@ -74,6 +75,7 @@ def test_gguf_files_that_are_damaged_or_lack_tensors(tmp_path: Path, own_cache: 
     assert not list((own_cache / "models").iterdir())  # nothing of them is kept
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_two_gguf_files_of_one_name_and_size_are_two_models(tmp_path: Path) -> None:
     for i in range(2):

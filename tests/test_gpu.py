@@ -74,6 +74,7 @@ def test_a_figure_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
     assert (result.rows[0]["status"], result.rows[0]["reason"]) == ("failed", "n: not a finite number")
 
 
+@pytest.mark.slow
 def test_figures_of_two_cards_never_share_a_table() -> None:
     result = Result(SETTING, {"card": {"name": "another card", "memory_mb": 1.0, "cuda": "13.0"}})
     with pytest.raises(InputError, match="had the card another card, this one has None"):

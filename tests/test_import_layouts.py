@@ -205,6 +205,7 @@ def test_rounded_numbers_come_in_exactly_and_say_how(kind: str, tmp_path: Path) 
     assert read(path, SHAPE, layer=2, channel=("seq-perm",)).prompts[0].channel == ("seq-perm",)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("kind", ["row float8_e4m3fn", *slow_cases(*ROUNDINGS[:-1])])
 def test_rounded_states_are_attacked_with_their_rounding(

@@ -93,6 +93,7 @@ def test_six_lines_of_transformers_and_one_command(
     assert code == 0 and TEXT in said
 
 
+@pytest.mark.slow
 def test_from_python(output: Any, folder: str, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", output.hidden_states[2].numpy())
     model = hl.load_model(folder, 2, device="cpu")
@@ -161,6 +162,7 @@ def test_a_run_from_states_is_scored_recorded_and_run_again(
 # ---- what the rows are
 
 
+@pytest.mark.slow
 def test_rows_of_another_layer_are_refused_before_anything_is_searched(
     output: Any, folder: str, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def public_of(model: TruncatedModel, *specs: str) -> ObservationInfo:
 # ---- the table of first tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
 def test_the_table_names_every_first_token(tiny_model: LoadModel, architecture: str) -> None:
     model = tiny_model(architecture, 2)
@@ -90,6 +91,7 @@ def test_no_table_where_it_would_not_help_or_not_pay(
     assert store.first_token_table_for(model, permuted) == (None, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
 def test_a_first_token_is_tried_first(tiny_model: LoadModel, small_probes: None, channel: str) -> None:
     model = tiny_model("llama", 2)

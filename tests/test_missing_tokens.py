@@ -201,6 +201,7 @@ def test_the_same_seed_finds_the_same(tiny_model: LoadModel) -> None:
     assert first.tokens == second.tokens
 
 
+@pytest.mark.slow
 def test_rows_without_gaps_are_matched_as_ever(tiny_model: LoadModel) -> None:
     (tokens,) = prompts_of(10)
     assert recover(tiny_model("llama", 2), tokens).ids == tokens

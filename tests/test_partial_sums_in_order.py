@@ -164,6 +164,7 @@ def test_what_lies_outside_of_sums_against_least_squares(tiny_model: LoadModel) 
 # ---- recorded runs, and what is refused
 
 
+@pytest.mark.slow
 def test_a_recorded_request_is_read_behind_layers_of_the_client(tiny: TinyPath, tmp_path: Path) -> None:
     """Through everything: nodes of a real run, files, and an attack that has nothing else."""
     model, prompt = tiny("llama", tokenizer=True), "the ferry leaves at nine"

@@ -163,7 +163,7 @@ def test_a_line_of_a_task_without_a_terminal_says_how_far_it_is(
     monkeypatch.setattr("hiddenlab.cli.console.FIRST_SIGN", 0.02)
     bars = Bars()
     bars("training", 5, 10)
-    eventually(lambda: "training: running, 0 s" in capsys.readouterr().err)
+    eventually(lambda: "training: 5/10, running, 0 s" in capsys.readouterr().err)
     bars._running["training"].start -= 20
     bars("training\tloss 2", 7, 10)
     bars._running["training"].said = time.monotonic() - 61

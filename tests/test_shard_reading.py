@@ -78,6 +78,7 @@ def test_own_tokens_are_read_behind_layers_far_better_than_by_chance(
     assert set(attack.measured) == {"read_0", "read_1", "weight_lm"}
 
 
+@pytest.mark.slow
 def test_files_of_a_hardened_cascade_are_attacked(tiny: TinyPath, tmp_path: Path) -> None:
     path = tiny("llama", tokenizer=True)
     prompt = "what nodes see of a prompt"

@@ -112,6 +112,7 @@ def test_keys_of_the_first_layer_are_placed_although_positions_turn_them_too(tin
         assert list(result.ids) == TOKENS and all(token.verified for token in result.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "stream", "spec", "seed", "tokens"),
     [
@@ -136,6 +137,7 @@ def test_tokens_that_repeat_at_the_first_layer_are_never_verified_at_a_wrong_pla
         assert list(result.ids) == tokens and all(token.verified for token in result.tokens)
 
 
+@pytest.mark.slow
 def test_a_token_whose_state_another_has_too_is_not_verified(tiny: Callable[..., str]) -> None:
     model = load_model(tiny("llama", 5), 2, stream="v", device="cpu")
     with torch.no_grad():
@@ -145,6 +147,7 @@ def test_a_token_whose_state_another_has_too_is_not_verified(tiny: Callable[...,
     assert [t.verified for t in result.tokens] == [want != 41 for want in TOKENS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["kv-cloak:heads=2,block=4", "kv-cloak:heads=2,block=4,mask=false"])
 def test_no_token_is_verified_at_the_place_of_an_equal_one(tiny_model: LoadModel, spec: str) -> None:
     """A head may find the angles of a token's other place, where all others seem to stand elsewhere as well."""
@@ -167,6 +170,7 @@ def test_values_of_the_first_layer_show_tokens_and_no_places(tiny_model: LoadMod
     assert not any(token.verified for token in result.tokens)
 
 
+@pytest.mark.slow
 def test_a_block_that_is_not_read_to_its_end_is_not_verified(tiny_model: LoadModel) -> None:
     model = tiny_model("llama", 2, "v")
     observation, _ = Channel.parse(["kv-cloak:heads=2,block=4,mask=false"]).release(model, TOKENS, 0)

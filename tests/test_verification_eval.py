@@ -139,6 +139,7 @@ def test_cells_measure(
     assert low <= value <= high
 
 
+@pytest.mark.slow
 def test_detection_tells_a_seed_from_an_honest_provider(spec: dict[str, Any], home: Path) -> None:
     folder = home / "cells" / "one"
     given = {**spec, "honest": ["honest", "batch=3"], "score": "margin", "sizes": [60]}

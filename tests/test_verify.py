@@ -113,6 +113,7 @@ def test_scores_tell_a_wrong_seed_from_an_honest_one(files: Files, reference: Wo
     assert itself.exit_code == 2 and "compared with itself" in itself.stderr
 
 
+@pytest.mark.slow
 def test_without_a_verdict_nothing_is_called_right(files: Files, reference: Words) -> None:
     for words, missing in (
         ((), "--honest"),

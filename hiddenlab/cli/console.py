@@ -136,14 +136,15 @@ class _Running:
     said: float | None = None
 
     def line(self, now: float) -> str:
-        """Return how far it is, with an estimate once something was done."""
+        """Return how far it is, with an estimate once something was done since the start."""
         passed = now - self.start
+        counted = f"{self.done}/{self.total}, {self.detail or 'running'}" if self.done else "running"
         if self.done <= self.first:
-            return f"running, {passed:.0f} s"
+            return f"{counted}, {passed:.0f} s"
         each = passed / (self.done - self.first)
         rate = f"{_rate(1 / each)}, " if passed > SLOW_SECONDS else ""
         left = each * (self.total - self.done)
-        return f"{self.done}/{self.total}, {self.detail or 'running'}, {rate}{passed:.0f} s, about {left:.0f} s left"
+        return f"{counted}, {rate}{passed:.0f} s, about {left:.0f} s left"
 
 
 class Bars:
