@@ -13,13 +13,14 @@ from hiddenlab.channels import SELECTION_FACTS, Channel
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.stages import SUPPOSED, Defense, averaged
-from hiddenlab.types import Observation, ObservationInfo
+from hiddenlab.types import GroundTruth, Observation, ObservationInfo
 from hiddenlab.utils.random import generator
 
 FACT = "releases"  # of a prompt that was released several times: how often, and what of that the rows are
 Reads = Literal["mean", "same", "first"]
 KEY = 0  # of the attacker's own releases, where a key serves several
-LENGTH = 16  # tokens of the attacker's own text: an order of so many rows is not repeated by chance
+FEWEST = 16  # tokens of the attacker's own text: an order of so many rows is not repeated by chance
+RIGHT = 0.99  # share of its rows that are matched rightly through the noise, or no mean is taken
 
 
 def together(shown: Sequence[Observation], model: TruncatedModel, shared_key: bool, seed: int) -> Observation:
@@ -27,14 +28,15 @@ def together(shown: Sequence[Observation], model: TruncatedModel, shared_key: bo
 
     The attacker knows the stages (``Stage.averaged`` says what the mean is of), and tries on a text of his own whether
     the others release the same rows each time. Rows that come in another order each time are matched, by the assignment
-    of least squared distance.
+    of least squared distance, where that finds the order of his own text through the noise.
 
     Args:
         model: of the attacker. shared_key: whether the releases passed under one key. seed: of his own text.
 
     Returns:
         An observation whose fact ``releases`` says what it is: ``mean``; ``same`` where all are equal, so that more of
-        them say no more; ``first`` where no mean is known, since something that is no noise was drawn anew.
+        them say no more; ``first`` where no mean is known, since something that is no noise was drawn anew, or noise
+        hides which rows belong together.
     """
     first, count = shown[0], len(shown)
     if all(torch.equal(one.states, first.states) for one in shown):
@@ -43,7 +45,7 @@ def together(shown: Sequence[Observation], model: TruncatedModel, shared_key: bo
     mean = [averaged(stage, count) for stage in stages]
     kept = [stage for stage, weaker in zip(stages, mean, strict=True) if weaker is stage]
     alike = len(kept) < len(stages) and all(one.info == first.info for one in shown)
-    if not alike or not (how := _repeats(kept, model, shared_key, seed)):
+    if not alike or not (how := _repeats(stages, kept, model, shared_key, seed, len(first.states))):
         return _said(first, count, "first")
     rows = [one.states.double() for one in shown]
     if how == "shuffled":
@@ -69,22 +71,44 @@ def _said(observation: Observation, count: int, read: Reads) -> Observation:
     return Observation(observation.states, replace(observation.info, facts=facts), observation.known)
 
 
-def _repeats(stages: Sequence[Defense], model: TruncatedModel, shared_key: bool, seed: int) -> str | None:
-    """Return how stages repeat what they release: "same", or "shuffled"; None where they do neither."""
-    channel, key = Channel(stages), KEY if shared_key else None
-    text = torch.randint(model.vocab_size, (LENGTH,), generator=generator(seed, "repeated text")).tolist()
+def _repeats(
+    stages: Sequence[Defense],
+    kept: Sequence[Defense],
+    model: TruncatedModel,
+    shared_key: bool,
+    seed: int,
+    rows: int,
+) -> str | None:
+    """Return how stages repeat what they release: "same", or "shuffled"; None where they do neither.
+
+    Args:
+        kept: those among them that add no noise. rows: of the prompt.
+    """
+    text = torch.randint(
+        model.vocab_size, (max(rows, FEWEST),), generator=generator(seed, "repeated text")
+    ).tolist()
+    key = KEY if shared_key else None
+
+    def twice(through: Sequence[Defense]) -> list[tuple[Observation, GroundTruth]]:
+        channel = Channel(through)
+        return [channel.release(model, text, generator(seed, "repeated", n), key) for n in range(2)]
+
     try:
-        one, other = (
-            channel.release(model, text, generator(seed, "repeated", number), key)[0].states.double()
-            for number in (0, 1)
-        )
+        one, other = (shown.states.double() for shown, _ in twice(kept))
+        if one.shape != other.shape:
+            return None
+        if torch.allclose(one, other):
+            return "same"
+        if not torch.allclose(one, other[_matched(other, one)]):
+            return None
+        (first, truth), (second, again) = twice(stages)
     except NotApplicableError:
         return None
-    if one.shape != other.shape:
+    if truth.row_order is None or again.row_order is None:
         return None
-    if torch.allclose(one, other):
-        return "same"
-    return "shuffled" if torch.allclose(one, other[_matched(other, one)]) else None
+    found = torch.tensor(again.row_order)[_matched(second.states.double(), first.states.double())]
+    right = (found == torch.tensor(truth.row_order)).double().mean()
+    return "shuffled" if right >= RIGHT else None
 
 
 def _matched(rows: Float[Tensor, "n d"], to: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import hiddenlab as hl
 from hiddenlab.attacker import Attacker
 from hiddenlab.channels import Channel
 from hiddenlab.config import AttackConfig
@@ -87,6 +88,9 @@ def test_a_mean_of_the_facts_alone_is_the_same(tiny_model: Truncated) -> None:
         ("output-noise:sigma=0.01+hidden-perm", "request", "first"),
         ("output-noise:sigma=0.01+hidden-perm", "session", "mean"),
         ("random-prefix", "session", "first"),
+        # So much noise hides which rows belong together.
+        ("output-noise:sigma=3+seq-perm", "request", "first"),
+        ("output-noise:sigma=3+seq-perm", "session", "mean"),
         ("unknown-gaussian:sigma=0.01", "request", "mean"),
         ("output-noise:sigma=0.01+orthogonal", "forever", "mean"),
         ("decoys:count=2", "request", "first"),
@@ -123,3 +127,14 @@ def test_a_verdict_tells_what_was_read_of_the_releases(
             and "released 4 times under a fresh key" in made.sentence
         )
     assert made.status == "INCONCLUSIVE" and "the first release alone was attacked" in made.sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sigma", [0.1, 0.4, 1.0])
+def test_noise_that_bends_on_its_way_verifies_no_wrong_token(tiny_model: Truncated, sigma: float) -> None:
+    """The mean of states behind noised inputs lies beside the plain states, by more than the noise that is left."""
+    model = tiny_model("llama", 2)
+    mean = shown(model, f"gaussian:sigma={sigma}")
+    assert reads(mean.info) == "mean"
+    found = hl.attack(mean, model, "vocab-match", budget=256)
+    assert all(one.token == token for one, token in zip(found.tokens, TOKENS, strict=False) if one.verified)

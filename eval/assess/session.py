@@ -80,12 +80,10 @@ def _repeatedly(
     The truth is of the first release. A later one that replaces tokens by others than that one is not put together
     with it, since its rows differ otherwise than by noise.
     """
-    made = [
-        channel.release(
-            model, truth_of(case).tokens, generator(seed, "release", case.index, *[again] * bool(again)), key
-        )
-        for again in range(attacker.releases)
-    ]
+    # The first release draws what a single one would draw.
+    draws = [generator(seed, "release", case.index)]
+    draws += [generator(seed, "release", case.index, again) for again in range(1, attacker.releases)]
+    made = [channel.release(model, truth_of(case).tokens, fresh, key) for fresh in draws]
     shown = [as_known(observation, model, attacker) for observation, _ in made]
     one = together(shown, model, key is not None, seed) if len(shown) > 1 else shown[0]
     return one, made[0][1]
