@@ -201,9 +201,9 @@ def by_keys(experiment: Experiment, name: str, home: Path) -> dict[tuple[str, st
 
 
 @pytest.mark.slow
-def test_the_wardens_settings(tiny: str, home: Path) -> None:
+def test_the_wardens_settings(tiny: str, tmp_path: Path) -> None:
     experiment = registry.resolve("experiments", "exfiltration-pareto")(asked(tiny), **OPTIONS)
-    found = by_keys(experiment, "exfiltration-pareto", home)
+    found = by_keys(experiment, "exfiltration-pareto", tmp_path)
     assert len(found) == 6
     for (_, rate), figures in found.items():
         assert figures["false_positives"] <= float(rate.rstrip("%")) / 100
@@ -214,11 +214,11 @@ def test_the_wardens_settings(tiny: str, home: Path) -> None:
     )
     for a, b in zip(by_bits, by_quiet, strict=True):
         assert a["bits"] <= b["bits"] and b["quiet_bits"] <= a["quiet_bits"]
-    assert len(list(home.glob("cells/exfiltration-pareto-*/points.json"))) == 6
-    assert len(list(home.glob("warden/*"))) == 1  # measured once for all
+    assert len(list(tmp_path.glob("cells/exfiltration-pareto-*/points.json"))) == 6
+    assert len(list(tmp_path.glob("warden/*"))) == 1  # measured once for all
     # The frontier's best cutoff has what the paper's criterion found, and a looser rate never costs bits.
     rates = ",".join(rate.rstrip("%") + "e-2" for _, rate in found)
-    curve = by_keys(frontier(asked(tiny), rates=rates, **OPTIONS), "exfiltration-frontier", home)
+    curve = by_keys(frontier(asked(tiny), rates=rates, **OPTIONS), "exfiltration-frontier", tmp_path)
     for (name, rate), figures in found.items():
         if "6.1" in name:
             row = curve[(float(rate.rstrip("%")) / 100,)]  # type: ignore[index]
@@ -386,7 +386,7 @@ def test_chosen_prompts_stand_beside_the_others(tiny: str, home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_game_with_their_answers(tiny: str, home: Path) -> None:
+def test_the_game_with_their_answers(tiny: str, tmp_path: Path) -> None:
     experiment = game(
         asked(tiny),
         adversaries="strict;base64",
@@ -399,7 +399,7 @@ def test_the_game_with_their_answers(tiny: str, home: Path) -> None:
         criterion="quiet_bits",
         **OPTIONS,
     )
-    rows = conduct("exfiltration-game", experiment, home)["rows"]
+    rows = conduct("exfiltration-game", experiment, tmp_path)["rows"]
     assert all(row["status"] == "measured" for row in rows), [row["reason"] for row in rows]
     found = {
         tuple(row["keys"].values()): {name: one["value"] for name, one in row["figures"].items()}
@@ -417,7 +417,7 @@ def test_the_game_with_their_answers(tiny: str, home: Path) -> None:
         assert ends == pytest.approx(1)
         if key[2] == 100000:
             assert figures["won"] == 0
-    assert len(list(home.glob("games/*"))) == 2  # answers are judged once for all games
+    assert len(list(tmp_path.glob("games/*"))) == 2  # answers are judged once for all games
 
 
 @pytest.mark.parametrize(
