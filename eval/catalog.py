@@ -51,6 +51,7 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
         "Which defense holds?": {
             "leaderboard": Effort("hours: ten to twenty minutes a defense and layer"),
             "ensemble": Effort("about two hours"),
+            "trade-off": Effort("hours: up to twenty minutes a row"),
         },
         "What do noise and quantization hide, and what do they cost?": {
             "table-13": PLAIN,

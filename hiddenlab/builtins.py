@@ -99,6 +99,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "invariants": "hiddenlab.eval.tables.invariants:invariants",
         "ensemble": "hiddenlab.eval.tables.leaderboard:ensemble",
         "leaderboard": "hiddenlab.eval.tables.leaderboard:leaderboard",
+        "trade-off": "hiddenlab.eval.tables.leaderboard:trade_off",
         "gap": "hiddenlab.eval.tables.sharding:gap",
         "gap-plans": "hiddenlab.eval.tables.sharding:gap_plans",
         "partial-sums": "hiddenlab.eval.tables.sharding:partial_sums",
@@ -133,6 +134,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "measures": {
         "attack": "hiddenlab.eval.measures.attack:attack",
         "assess": "hiddenlab.eval.assess.cell:assessment",
+        "assess-strongest": "hiddenlab.eval.assess.trade:strongest",
         "ensemble": "hiddenlab.eval.assess.cell:against",
         "architecture": "hiddenlab.eval.measures.architectures:architecture",
         "encoder": "hiddenlab.eval.measures.architectures:encoder",

@@ -447,6 +447,11 @@ def test_a_cell_of_the_leaderboard_holds_the_verdict_and_what_was_read(
     kept = tmp_path / "cells" / open_["cell"]
     assert json.loads((kept / "assessment.json").read_text())["status"] == BROKEN
     assert conduct("leaderboard", leaderboard(setting, "identity,zeros", minutes=0.2), tmp_path) == table
+    assert open_["keys"] == {"defense": "identity", "model": setting.model, "stream": "resid", "layer": 1}
+    (values,) = leaderboard(setting, "seq-perm", stream="v").cells
+    assert values.keys["stream"] == values.spec["stream"] == "v"
+    with pytest.raises(InputError, match="unknown stream 'x'"):
+        leaderboard(setting, stream="x")
 
 
 def test_the_ensemble_and_a_single_attack_get_the_same_rows(

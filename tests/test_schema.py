@@ -171,6 +171,20 @@ def test_a_line_of_a_task_without_a_terminal_says_how_far_it_is(
     bars.close()
 
 
+def test_the_clock_of_a_task_that_begins_again_begins_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """An attack that ran out of its share of the time trains anew later; the first try says nothing of the rest."""
+    bars = Bars()
+    bars("training", 0, 100)
+    bars("training", 50, 100)
+    bars._running["training"].start -= 500
+    bars("training", 10, 100)
+    bars._running["training"].start -= 20
+    bars._running["training"].said = time.monotonic() - 61
+    bars("training", 20, 100)
+    assert re.search(r"training: 20/100, running, .*20 s, about 160 s left", capsys.readouterr().err)
+    bars.close()
+
+
 def test_tables_are_escaped_in_markdown() -> None:
     figures = {"exact": {"value": 0.5, "low": 0.5, "high": 0.5, "n": 1}}
     row = {"keys": {"c": HOSTILE}, "figures": figures, "paper": {}, "status": "measured", "reason": HOSTILE}

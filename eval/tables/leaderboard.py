@@ -1,17 +1,37 @@
 """Define the leaderboard of assessed defenses, and the comparison of the ensemble with single attacks."""
 
+from typing import Any
+
 from hiddenlab.code_files import load_named
 from hiddenlab.errors import InputError
+from hiddenlab.eval.assess.trade import specs_of
 from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
+from hiddenlab.types import STREAMS
 
 DEFENSES = (
-    "identity,seq-perm,hidden-perm,hidden-perm:shared,2d-perm,orthogonal,orthogonal:fresh=row,row-mixing,"
-    "row-mixing:kind=orthogonal,gaussian:sigma=0.01,gaussian:sigma=0.1,random-prefix,int8,nf4,round:int8,"
-    "shard:alpha=4,c=8,node=2"
+    "identity,seq-perm,hidden-perm:shared,2d-perm,orthogonal,row-mixing,row-mixing:kind=orthogonal,shield=8,"
+    "decoys:count=8,kind=gaussian|seq-perm,gaussian:sigma=0.01,gaussian:sigma=0.1,output-noise:sigma=0.1,"
+    "sparsify:keep=0.1,truncated-svd:rank=8,round:int4,random-prefix,int8,nf4,shard:alpha=4,c=8,node=2,"
+    "custext:epsilon=5,k=20,santext:epsilon=5,rantext:epsilon=6,vocab-bijection,dchi:eta=200,snd:eta=200,"
+    "dp-forward:epsilon=8"
 )
 COMPOSITIONS = (
     "gaussian:sigma=0.1|seq-perm,gaussian:sigma=0.1|hidden-perm,nf4|seq-perm,gaussian:sigma=0.1|orthogonal,"
     "round:int8|seq-perm,gaussian:sigma=0.3|seq-perm"
+)
+FIGURES = {
+    "leak": "leak beyond a guess", "top1_agreement": "same next token", "exact": "exact prompts",
+    "secrets_read": "planted secrets read", "perplexity": "perplexity", "kl": "KL",
+    "time_over_plain": "time over plain", "bytes_over_plain": "bytes over plain", "control": "guessed",
+    "minutes": "minutes of attacks",
+}  # fmt: skip
+NOTES = (
+    "The leak is the share of tokens that were read, of those that a language model does not guess from a prompt's "
+    "length alone. BROKEN: at least half, by the lower bound. LEAKS: at least 5 %, or an exact prompt, or a planted "
+    "secret. HELD: at most 5 %, by the upper bound, against these attacks within these minutes; this is no proof. "
+    "INCONCLUSIVE: nothing follows.",
+    "The attack and the recovered text are of the prompt that leaked most.",
+    "Same next token, perplexity and KL are of the model behind the defense, for who may undo it.",
 )
 # Two rows of each family, with the attack that reads most of them alone.
 RIVALS = (
@@ -24,46 +44,94 @@ RIVALS = (
     ("shard:alpha=2,c=2,node=1", 1, "missing-tokens"),
     ("drop-rows:size=2,after=10", 6, "missing-tokens"),
 )
+# From the weakest to the strongest: all kinds of noise with a strength, on embeddings, on the released rows, on tokens.
+FAMILIES = (
+    "gaussian:sigma=0.0001..1,output-noise:sigma=0.0001..10,sparsify:keep=0.99..0.01,truncated-svd:rank=64..1,"
+    "dchi:eta=100000..10,round:int8,round:int4"
+)
+MAPS = "identity,seq-perm,2d-perm,orthogonal,orthogonal:fresh=row,row-mixing"
 
 
 def leaderboard(
-    setting: Setting, defenses: str = f"{DEFENSES},{COMPOSITIONS}", minutes: float = 10.0
+    setting: Setting,
+    defenses: str = f"{DEFENSES},{COMPOSITIONS}",
+    minutes: float = 10.0,
+    stream: str = "resid",
 ) -> Experiment:
     """Assess defenses one by one, as ``hiddenlab assess`` does, and put the verdicts side by side.
 
     Args:
         defenses: separated by commas, the stages of one joined by ``|``; files of your own (``FILE.py:KEY=VALUE``) too.
         minutes: for all attacks on one defense; as much again may go to the same attacks without it.
+        stream: what the defense releases of a layer, as for ``hiddenlab attack``: ``k`` or ``v`` for one on a KV cache.
 
     Raises:
-        InputError: a file of one's own cannot be loaded.
+        InputError: a file of one's own cannot be loaded, or there is no such stream.
     """
+    if stream not in STREAMS:
+        raise InputError(f"unknown stream {stream!r}; known are {', '.join(STREAMS)}")
     source, cells = setting.source(limit=20, max_tokens=40), list[Cell]()
+    released: dict[str, Any] = {} if stream == "resid" else {"stream": stream}
     for spec in split_specs(defenses):
         for stage in spec.split("|"):
             load_named("defenses", stage)
         for layer in setting.at((1, 6)):
-            cell = attack_cell(setting, {"defense": spec, "layer": layer}, layer, spec, **source)
-            cells.append(Cell("assess", {**cell.spec, "minutes": minutes}, cell.keys))
+            spec_of = attack_cell(setting, {}, layer, spec, **released, **source).spec
+            keys = {"defense": spec, "model": setting.model, "stream": spec_of["stream"], "layer": layer}
+            cells.append(Cell("assess", {**spec_of, "minutes": minutes}, keys))
     return Experiment(
         "Which defense holds?",
         cells,
-        {
-            "leak": "leak beyond a guess", "exact": "exact prompts", "secrets_read": "planted secrets read",
-            "top1_agreement": "same next token", "perplexity": "perplexity", "kl": "KL",
-            "time_over_plain": "time over plain", "bytes_over_plain": "bytes over plain", "control": "guessed",
-            "minutes": "minutes of attacks",
-        },
+        FIGURES,
+        [*NOTES, _asked(setting, source, minutes)],
+        against="top1_agreement",
+    )  # fmt: skip
+
+
+def _asked(setting: Setting, source: dict[str, Any], minutes: float) -> str:
+    return (
+        f"Model {setting.model}, {source['limit']} prompts of {source['prompts'] or 'the shipped set'} of up to "
+        f"{source['max_tokens']} tokens, four planted secrets, {minutes:g} minutes of attacks at most."
+    )
+
+
+def trade_off(
+    setting: Setting, families: str = FAMILIES, maps: str = MAPS, loss: float = 0.1, minutes: float = 4.0
+) -> Experiment:
+    """Assess the strongest noise of each kind that keeps the model useful, alone and behind secret maps.
+
+    A weaker noise leaks more. So if the strongest one that is allowed leaks, its whole kind does.
+
+    Args:
+        families: specs with a range of strengths, the weakest first, such as ``gaussian:sigma=0.001..1``.
+        maps: secrets that who holds the key undoes, and which cost no quality; the stages of one joined by ``|``.
+        loss: share of the model's next tokens that the noise may change.
+        minutes: for all attacks on one row; as much again may go to the same attacks without the defense.
+
+    Raises:
+        InputError: a range that is none, or a loss outside 0 to 1.
+    """
+    if not 0 <= loss < 1:
+        raise InputError(f"loss is from 0 to below 1, not {loss:g}")
+    source, cells = setting.source(limit=10, max_tokens=24), list[Cell]()
+    for family in split_specs(families):
+        specs_of(family)
+        for secret in split_specs(maps):
+            for layer in setting.at((6,)):
+                spec = attack_cell(setting, {}, layer, **source).spec
+                asked = {"family": family, "map": secret, "loss": loss, "minutes": minutes}
+                keys = {"noise": family, "secret map": secret, "layer": layer}
+                cells.append(Cell("assess-strongest", {**spec, **asked}, keys))
+    return Experiment(
+        "Does any noise that keeps the model useful hide a prompt?",
+        cells,
+        FIGURES,
         [
-            "The leak is the share of tokens that were read, of those that a language model does not guess from a "
-            "prompt's length alone. BROKEN: at least half, by the lower bound. LEAKS: at least 5 %, or an exact "
-            "prompt, or a planted secret. HELD: at most 5 %, by the upper bound, against these attacks within these "
-            "minutes; this is no proof. INCONCLUSIVE: nothing follows.",
-            "The attack and the recovered text are of the prompt that leaked most.",
-            "Same next token, perplexity and KL are of the model behind the defense, for who may undo it.",
-            f"Model {setting.model}, {source['limit']} prompts of {source['prompts'] or 'the shipped set'} of up to "
-            f"{source['max_tokens']} tokens, four planted secrets, {minutes:g} minutes of attacks at most.",
+            f"Strongest: the most noise of its kind with which at least {1 - loss:.0%} of the model's next tokens stay "
+            "the same, found by halving the range. Of noise without a range there is one strength.",
+            *NOTES, _asked(setting, source, minutes),
         ],
+        against="top1_agreement",
     )  # fmt: skip
 
 

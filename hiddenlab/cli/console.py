@@ -181,7 +181,12 @@ class Bars:
 
     def _say(self, what: str, detail: str, done: int, total: int) -> None:
         now = time.monotonic()
-        task = self._running.setdefault(what, _Running(now, done))
+        task = self._running.get(what)
+        if (
+            task is None or done < task.done
+        ):  # begun, or begun again: what was given up says nothing of the time left
+            self._running.pop(what, None)  # the task that began last stands last
+            task = self._running[what] = _Running(now, done)
         task.detail, task.done, task.total = detail, done, total
         if done >= total:
             if now - task.start > SLOW_SECONDS:
@@ -219,6 +224,8 @@ class Bars:
             self._live.start()
         if what not in self._tasks:
             self._tasks[what] = self._live.add_task(what, total=total)
+        elif any(task.id == self._tasks[what] and done < task.completed for task in self._live.tasks):
+            self._live.reset(self._tasks[what])  # begun again
         shown = f"{what}, {detail}" if detail else what
         self._live.update(self._tasks[what], description=shown, completed=done, total=total)
         if done >= total:

@@ -14,7 +14,7 @@ def gathered(studies: Sequence[Study]) -> list[Study]:
     Of two rows with the same labels, such as the same defense with more prompts, both stay. Rows of one leak are in the
     order of the model's agreement with itself behind the defense, the best first. A row without a leak comes last.
     """
-    parts = [study for study in studies if _is_part(study.table["experiment"])]
+    parts = [study for study in studies if is_board(study.table["experiment"])]
     if len(parts) < 2:
         return [_sorted(study) if study in parts else study for study in studies]
     tables = [study.table for study in parts]
@@ -32,7 +32,8 @@ def gathered(studies: Sequence[Study]) -> list[Study]:
     return [*others[:first], board, *others[first:]]
 
 
-def _is_part(experiment: str) -> bool:
+def is_board(experiment: str) -> bool:
+    """Return whether a table of this name is the leaderboard, or a part of it."""
     return experiment == LEADERBOARD or experiment.startswith(f"{LEADERBOARD}-")
 
 

@@ -13,7 +13,7 @@ from hiddenlab.report.answers import answer, defense_of, verifies
 from hiddenlab.report.assessed import markdown_lines, name_of
 from hiddenlab.report.data import Picture, Run, Study
 from hiddenlab.report.html import pages
-from hiddenlab.report.leaderboard import gathered
+from hiddenlab.report.leaderboard import gathered, is_board
 from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, measured, table_page
 from hiddenlab.summary import FIGURES, figure, summarise
 from hiddenlab.text import markdown as escaped
@@ -21,7 +21,7 @@ from hiddenlab.text import markdown_table
 from hiddenlab.utils.files import write_file
 from hiddenlab.utils.schema import CLOSED, OPEN, Finite, Layer, check, parse, read_bytes
 
-MARKDOWN, PAGE = "report.md", "report.html"
+MARKDOWN, PAGE, BOARD = "report.md", "report.html", "leaderboard.md"
 TITLE = "Recovery of prompts from hidden states"
 
 COLUMNS = (
@@ -32,6 +32,15 @@ VARIANTS = (
     "model", "attack", "stream", "search", "proposal", "distance", "epsilon", "budget", "dtype", "device",
     "max_tokens", "limit", "prompts", "seed", "batch",
 )  # fmt: skip
+
+BOARD_INTRODUCTION = """\
+# Leaderboard of defenses
+
+Each row is one assessment by `hiddenlab assess`: a defense, on one model, at one layer. The defense that leaks least
+stands first; of two that leak alike, the one that keeps more of the model's next tokens. Some HELD rows ruin the model:
+read the leak beside *same next token*.
+
+"""
 
 EXPLANATION = """\
 Shares and scores are means over the prompts to which the attack applies; a dash means not measured.
@@ -46,7 +55,8 @@ pass of the same prompts in the same process.
 def write_report(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Write the report of runs and experiments into a directory, replacing one that is there, and return its files.
 
-    The HTML is one page, or an index and a page for each question where one would be too long.
+    The HTML is one page, or an index and a page for each question where one would be too long. A leaderboard has a
+    Markdown page of its own.
 
     Args:
         paths: run directories, tables that ``hiddenlab eval`` wrote (``NAME.json``), or its folder for all of them.
@@ -65,13 +75,16 @@ def write_report(paths: Sequence[Path], folder: Path) -> list[Path]:
         images += [image for study in studies if (image := table_picture(study.table, folder)) is not None]
         images += [draw_assessed(run, folder) for run in judged]
         shown = grid_of(runs) if runs else None
-        written = pages(PAGE, TITLE, shown, runs, studies, images, judged)
+        boards = [study for study in studies if is_board(study.table["experiment"])]
+        written = {MARKDOWN: markdown(runs, studies, images, judged)}
+        if boards:
+            written[BOARD] = BOARD_INTRODUCTION + "\n".join(_study_lines(boards, images)) + "\n"
+        written |= pages(PAGE, TITLE, shown, runs, studies, images, judged)
         for name, content in written.items():
             write_file(folder / name, content)
-        write_file(folder / MARKDOWN, markdown(runs, studies, images, judged))
     except OSError as error:
         raise HiddenlabError(f"cannot write the report into {folder}: {error.strerror or error}") from None
-    return [folder / MARKDOWN, *(folder / name for name in written), *(image.path for image in images)]
+    return [*(folder / name for name in written), *(image.path for image in images)]
 
 
 def load(paths: Sequence[Path]) -> tuple[list[Run], list[Study], list[Run]]:
@@ -216,14 +229,14 @@ def grid_of(runs: Sequence[Run]) -> Grid:
 def markdown(
     runs: Sequence[Run], studies: Sequence[Study], images: Sequence[Picture], judged: Sequence[Run] = ()
 ) -> str:
-    """Return the report's text."""
+    """Return the report's text; the leaderboard has a page of its own, to which it points."""
     lines = [f"# {TITLE}", ""]
     for run in judged:
         lines += markdown_lines(run, f"{name_of(run)}.png")
-    for study in studies:
-        lines.append(table_page(study.table))
-        own = [image for image in images if image.name == study.table["experiment"]]
-        lines += [line for image in own for line in _image_lines(image)]
+    others = [study for study in studies if not is_board(study.table["experiment"])]
+    if len(others) < len(studies):
+        lines += [f"Which defense holds: [{BOARD}]({BOARD}).", ""]
+    lines += _study_lines(others, images)
     if runs:
         cells = grid_of(runs)
         lines += ["", "## Single runs", ""] * bool(studies or judged)
@@ -240,6 +253,15 @@ def markdown(
         what, _, command = run.made().partition("\n")
         lines += [f"- {escaped(what)}", "", f"      {command}", ""]
     return "\n".join(lines) + "\n"
+
+
+def _study_lines(studies: Sequence[Study], images: Sequence[Picture]) -> list[str]:
+    lines = []
+    for study in studies:
+        lines.append(table_page(study.table))
+        own = [image for image in images if image.name == study.table["experiment"]]
+        lines += [line for image in own for line in _image_lines(image)]
+    return lines
 
 
 def _known(run: Run, name: str) -> Any:

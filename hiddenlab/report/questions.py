@@ -18,7 +18,7 @@ QUESTIONS = (
         "Which prompts come back from raw and from permuted states, and at what cost?",
         ("table-1", "table-2", "table-8", "table-9-12", "baselines", "ablation"),
     ),
-    Question("defenses", "Which defense holds, at what cost?", ("leaderboard", "ensemble")),
+    Question("defenses", "Which defense holds, at what cost?", ("leaderboard", "trade-off", "ensemble")),
     Question(
         "noise",
         "Does noise or quantization protect a prompt?",
