@@ -1,7 +1,8 @@
 """Recover a prompt of which a defense replaced tokens: read the tokens that ran, then decode what they stood for."""
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.models import Prefix, Request, TruncatedModel
 from hiddenlab.stages import Replacement, Vocabulary, are_replaced
-from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
+from hiddenlab.types import AttackResult, KnownText, Observation, ObservationInfo, TokenPrediction
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,42 @@ class _Hypothesis:
     following: Float[Tensor, " v"] | None
 
 
+class Codebook:
+    """What is known of a secret bijection of the vocabulary: which token each of some shown ones stands for.
+
+    Args:
+        origins: by the shown token.
+    """
+
+    def __init__(self, origins: Mapping[int, int]) -> None:
+        self._origins = dict(origins)
+
+    def origins(self, shown: int, count: int, vocabulary: Vocabulary) -> Int[Tensor, " c"]:
+        """Return the token that a shown one stands for; else free ones of low ids, which often are frequent ones."""
+        if (known := self._known(shown, vocabulary)) is not None:
+            return torch.tensor([known])
+        free = ~torch.isin(ordinary := vocabulary.ordinary(), torch.tensor(list(self._origins.values())))
+        return ordinary[free][:count]
+
+    def likelihood(
+        self, shown: int, candidates: Int[Tensor, " c"], vocabulary: Vocabulary
+    ) -> Float[Tensor, " c"]:
+        """Return the log-probability that each candidate stands behind a shown token: all free ones are alike."""
+        if (known := self._known(shown, vocabulary)) is not None:
+            return torch.where(candidates == known, 0.0, -math.inf)
+        ordinary = vocabulary.ordinary()
+        taken = torch.tensor(list(self._origins.values()), dtype=torch.long)
+        free = torch.isin(candidates, ordinary) & ~torch.isin(candidates, taken)
+        return torch.where(free, -math.log(max(1, len(ordinary) - len(taken))), -math.inf)
+
+    def behind(self, shown: Sequence[int], tokens: Sequence[int]) -> "Codebook":
+        """Return what is known if shown tokens stand for these."""
+        return Codebook(self._origins | dict(zip(shown, tokens, strict=True)))
+
+    def _known(self, shown: int, vocabulary: Vocabulary) -> int | None:
+        return shown if shown in vocabulary.special else self._origins.get(shown)
+
+
 class ReplacedTokens(Attack):
     """Recover the likeliest prompt behind tokens that were replaced before the model ran.
 
@@ -41,7 +78,11 @@ class ReplacedTokens(Attack):
     says how likely a prompt is, and the mechanism, which is public, how likely it is replaced by what was read. Nothing
     is verified, since a row says nothing of the token that its own replaced.
 
-    Knows: the weights, the released states, the mechanism. Does not know: the prompt's tokens, what was drawn.
+    A secret bijection of the vocabulary is read from texts of the same key: their tokens and the tokens that ran are
+    its pairs. Other tokens are guessed by the language model, alike wherever the same token ran.
+
+    Knows: the weights, the released states, the mechanism, texts of the same key where there are any. Does not know:
+    the prompt's tokens, what was drawn.
 
     Args:
         beam: hypotheses kept. width: candidates at each position: so many that may have been replaced by the token
@@ -49,7 +90,7 @@ class ReplacedTokens(Attack):
         budget: candidates for one position of the matching at most.
     """
 
-    use_when = "a defense replaced tokens before the model ran (santext, custext, rantext)"
+    use_when = "a defense replaced tokens before the model ran (santext, custext, rantext, a bijection of known texts)"
 
     def __init__(self, beam: int = 8, width: int = 64, budget: int = 256) -> None:
         if min(beam, width) < 1:
@@ -58,19 +99,21 @@ class ReplacedTokens(Attack):
         self.matching = VocabMatch(setup="quick", budget=budget)
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
         self._kept: tuple[tuple[tuple[str, ...], TruncatedModel], Replacement, Vocabulary] | None = None
+        self._read: dict[tuple[int, ...], tuple[Tensor, dict[int, int]]] = {}
 
     def reset(self) -> None:
         """Forget what the matching learned from earlier prompts."""
         self.matching.reset()
+        self._read.clear()
 
     def _fit(self, info: ObservationInfo) -> dict[str, float | str]:
         """Prepare the matching.
 
         Raises:
-            NotApplicableError: no token was replaced, or nothing is known of what was put in its place.
+            NotApplicableError: no token was replaced, or no stage says how.
         """
-        stage, vocabulary = self._mechanism(info)
-        stage.origins(int(vocabulary.ordinary()[0]), 1, vocabulary)
+        self._mechanism(info)
+        self._read.clear()
         self.matching.progress, self.matching.learns = self.progress, self.learns
         return dict(self.matching.fit(info, self.model, self.seed).measured)
 
@@ -87,9 +130,12 @@ class ReplacedTokens(Attack):
 
     def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
         results = []
-        for observation, read in zip(observations, self.matching.recover_batch(observations), strict=True):
+        told = [self._told(observation) for observation in observations]
+        for observation, stage, read in zip(
+            observations, told, self.matching.recover_batch(observations), strict=True
+        ):
             started = time.perf_counter()
-            stage, vocabulary = self._mechanism(observation.info)
+            _, vocabulary = self._mechanism(observation.info)
             with torch.inference_mode():
                 best, evaluated, calls = self._decode(read.ids, stage, vocabulary)
             tokens = tuple(
@@ -104,8 +150,42 @@ class ReplacedTokens(Attack):
             )  # fmt: skip
         return results
 
+    def _told(self, observation: Observation) -> Replacement | Codebook:
+        """Return what is known of the tokens behind those that ran: the public mechanism, or pairs of known texts.
+
+        Raises:
+            NotApplicableError: without its key nothing is known of the mechanism, and no text of the key shows it.
+        """
+        stage, vocabulary = self._mechanism(observation.info)
+        try:
+            stage.origins(int(vocabulary.ordinary()[0]), 1, vocabulary)
+        except NotApplicableError:
+            if not observation.known:
+                raise
+            pairs = dict[int, int]()
+            for text in observation.known:
+                pairs |= self._pairs(text)
+            return Codebook(pairs)
+        return stage
+
+    def _pairs(self, text: KnownText) -> dict[int, int]:
+        """Return the token behind each one that ran for a text that the attacker has, of those that surely ran.
+
+        Prompts of one key share their known texts, which are read once.
+        """
+        kept = self._read.get(text.tokens)
+        if kept is None or not torch.equal(kept[0], text.shown.states):
+            read = self.matching.recover(text.shown)
+            pairs = {
+                token.token: text.tokens[place]
+                for place, token in enumerate(read.tokens[: len(text.tokens)])
+                if token.verified
+            }
+            self._read[text.tokens] = kept = text.shown.states, pairs
+        return kept[1]
+
     def _decode(
-        self, shown: Sequence[int], stage: Replacement, vocabulary: Vocabulary
+        self, shown: Sequence[int], stage: Replacement | Codebook, vocabulary: Vocabulary
     ) -> tuple[_Hypothesis, int, int]:
         """Return the likeliest prompt behind the tokens that were read, and the positions and passes it took."""
         if self._lm is None or self._lm[0] is not self.model:
@@ -114,29 +194,38 @@ class ReplacedTokens(Attack):
         most = min(self.width, len(vocabulary.table))
         beam, evaluated = [_Hypothesis(0.0, (), (), opened, None)], 0
         for number, token in enumerate(shown):
-            likely = stage.origins(token, self.width, vocabulary)
+            # A token that ran before stands for the same one again, which each hypothesis says for itself.
+            ways: list[Replacement | Codebook] = [
+                stage.behind(shown[:number], h.tokens) if isinstance(stage, Codebook) else stage for h in beam
+            ]
+            likely = [way.origins(token, self.width, vocabulary).cpu() for way in dict.fromkeys(ways)]
             expected = [h.following.topk(most).indices.cpu() for h in beam if h.following is not None]
-            candidates = torch.cat([likely, *expected]).unique()
-            replaced = stage.likelihood(token, candidates, vocabulary).cpu()
-            beam = list(self._extended(beam, candidates, replaced))
+            candidates = torch.cat([*likely, *expected]).unique()
+            replaced = {
+                way: way.likelihood(token, candidates, vocabulary).cpu() for way in dict.fromkeys(ways)
+            }
+            beam = list(self._extended(beam, candidates, [replaced[way] for way in ways]))
             evaluated += len(beam)
             self.progress("decoding what tokens stood for", number + 1, len(shown))
         return beam[0], evaluated, len(shown)
 
     def _extended(
-        self, beam: Sequence[_Hypothesis], candidates: Int[Tensor, " c"], replaced: Float[Tensor, " c"]
+        self,
+        beam: Sequence[_Hypothesis],
+        candidates: Int[Tensor, " c"],
+        replaced: Sequence[Float[Tensor, " c"]],
     ) -> Iterator[_Hypothesis]:
         """Yield the best hypotheses with one token more, the best first."""
         scores = torch.stack(
             [
-                replaced + h.score + (0.0 if h.following is None else h.following.cpu()[candidates])
-                for h in beam
+                seen + h.score + (0.0 if h.following is None else h.following.cpu()[candidates])
+                for h, seen in zip(beam, replaced, strict=True)
             ]
         )
         finite = int(scores.isfinite().sum())
         best = scores.flatten().topk(min(self.beam, max(1, finite))).indices
-        chosen = [(beam[int(i) // len(candidates)], int(i) % len(candidates)) for i in best]
-        prefixes = [parent.prefix.fork() for parent, _ in chosen]
+        chosen = [divmod(int(i), len(candidates)) for i in best]
+        prefixes = [beam[parent].prefix.fork() for parent, _ in chosen]
         model = prefixes[0].model
         requests = [
             Request(prefix, candidates[place : place + 1].to(model.device))
@@ -148,14 +237,14 @@ class ReplacedTokens(Attack):
             prefix.keep(answer, tokens=1)
             yield _Hypothesis(
                 float(scores.flatten()[i]),
-                (*parent.tokens, int(candidates[place])),
-                (*parent.surprises, -float(replaced[place])),
+                (*beam[parent].tokens, int(candidates[place])),
+                (*beam[parent].surprises, -float(replaced[parent][place])),
                 prefix,
                 answer.states[-1].float().log_softmax(-1),
             )
 
     def __repr__(self) -> str:
         return (
-            f"ReplacedTokens(beam {self.beam}; knows the weights, the released states and the mechanism that replaced "
-            "tokens, not what it drew)"
+            f"ReplacedTokens(beam {self.beam}; knows the weights, the released states, the mechanism that replaced "
+            "tokens and texts of the same key, not what it drew)"
         )

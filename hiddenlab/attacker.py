@@ -76,7 +76,8 @@ class Attacker:
             min=0,
             max=MOST_TEXTS,
             rich_help_panel=PANEL,
-            help="The same of texts that he picks himself: random tokens, of the length that teaches most.",
+            help="The same of texts that he picks himself, of the length that teaches most: random tokens, or frequent "
+            "ones where tokens are replaced.",
         ),
     ] = 0
 

@@ -26,7 +26,6 @@ class Attack:
 
     Attributes:
         batch: how many observations are worth taking at once; the runner records so many prompts together.
-        progress: where progress is reported; called with what is done, how much of it, and of how much.
         seed: of everything that the attack draws, as given to ``fit``.
         learns: what it verifies may help it with later prompts, in this run and in others. False where the same prompts
             are attacked several times and compared, or by several processes: none may profit from another.
@@ -45,11 +44,27 @@ class Attack:
     extra_rows: bool = False
     parts: tuple[str, ...] = ()
     use_when: str = ""
-    progress: Progress = staticmethod(silent)
     seed: int = 0
     learns: bool = True
     measured: Mapping[str, float | str] = MappingProxyType({})
     _model: TruncatedModel | None = None
+    _progress: Progress = staticmethod(silent)
+
+    @property
+    def progress(self) -> Progress:
+        """Where progress is reported: what is done, how much of it, and of how much.
+
+        Parts of an attack may keep it: it reports to what is set last.
+        """
+        return self._report
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        if progress != self._report:
+            self._progress = progress
+
+    def _report(self, what: str, done: int, total: int) -> None:
+        self._progress(what, done, total)
 
     def fit(self: Fitted, info: ObservationInfo, model: TruncatedModel, seed: int = 0) -> Fitted:
         """Prepare for observations of one channel.

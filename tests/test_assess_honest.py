@@ -36,7 +36,14 @@ from hiddenlab.report.markdown import write_report
 from hiddenlab.row_facts import with_extra_rows
 from hiddenlab.runner import Interrupted
 from hiddenlab.stages import Stage
-from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationInfo, TokenPrediction, silent
+from hiddenlab.types import (
+    AttackResult,
+    GroundTruth,
+    Observation,
+    ObservationInfo,
+    TokenPrediction,
+    silent,
+)
 from tests.test_assess import Knowing, Unsure, fakes, released, steps  # noqa: F401  (a fixture of every test)
 from tests.test_assess_record import Stopping
 
@@ -87,6 +94,37 @@ def test_what_stands_beside_replaced_tokens_is_looked_for_although_their_rows_ar
     beside, left_out = (attack_all(shown, model, 0, 60.0, silent, made)[1] for shown in (replaced, plain))
     assert beside.status == RAN and sorted(beside.results) == [0, 1]
     assert left_out.status == DONE_BEFORE
+
+
+@pytest.mark.parametrize(
+    ("attack", "defense"),
+    [
+        ("replaced-tokens", "santext:epsilon=5"),
+        ("sipit", "identity"),
+        pytest.param("missing-tokens", "drop-rows:size=1,after=2", marks=pytest.mark.slow),
+        ("vocab-match", "identity"),
+    ],
+)
+def test_parts_of_an_attack_report_to_whoever_asks_last(
+    tiny_model: Truncated, small_probes: None, attack: str, defense: str
+) -> None:
+    """The clock of an attack's first share of the time must not end its second one."""
+    model, over, heard = tiny_model("llama", 1), [], []
+    shown = Channel.parse([defense]).release(model, [5, 17, 40, 99], 0)[0]
+
+    def first(*_: object) -> None:
+        assert not over
+
+    tried = registry.build("attacks", attack)
+    tried.progress = first
+    tried.fit(shown.info, model)
+    over.append(True)
+    tried.progress = lambda what, done, total: heard.append(what)
+    tried.recover(shown)
+    assert heard
+    tried.progress = tried.progress  # changes nothing
+    tried.progress("more", 0, 1)
+    assert heard[-1] == "more"
 
 
 def test_a_prompt_that_is_shown_whole_does_not_keep_missing_tokens_from_the_others(

@@ -77,6 +77,22 @@ def test_chosen_texts_span_all_coordinates_where_rows_are_in_order(tiny_model: T
     assert len({text.tokens for one in shown(model, "orthogonal", chosen=2) for text in one.known}) == 6
 
 
+def test_chosen_texts_behind_replaced_tokens_hold_each_token_once(tiny: Callable[..., str]) -> None:
+    model = hl.load_model(tiny("llama", tokenizer=True), layer=2, device="cpu")
+    rows = shown(model, "vocab-bijection", key="session", known=1, chosen=3)[0]
+    assert len(rows.known[0].tokens) == 5
+    chosen = [token for text in rows.known[1:] for token in text.tokens]
+    assert (
+        len(chosen) == len(set(chosen)) == model.vocab_size
+        and chosen_lengths(model, Attacker(chosen=3), 5, rows.info) == [LONGEST] * 3
+    )
+    assert not [
+        text for one in shown(model, "vocab-bijection", key="session", known=1) for text in one.known[1:]
+    ]
+    # The frequent ones stand first: the space and letters of English, in texts of bytes.
+    assert set(model.text(chosen[1:9])) < set(" etaoinsrhl")
+
+
 @pytest.fixture
 def known_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "ATTACKS", (Step("known-texts"),))

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hiddenlab as hl
 from hiddenlab import registry
-from hiddenlab.attacks.replaced_tokens import ReplacedTokens
+from hiddenlab.attacks.replaced_tokens import Codebook, ReplacedTokens
 from hiddenlab.batch import sample_of
 from hiddenlab.channels import Channel
 from hiddenlab.defenses import replace_tokens
@@ -28,7 +28,7 @@ from hiddenlab.stages import Replacement, Stage, Vocabulary, are_replaced
 from hiddenlab.summary import conclusion, wrong_but_verified
 from hiddenlab.testing import BOS, EOS
 from hiddenlab.truths import load_truth, save_truth
-from hiddenlab.types import AttackResult, GroundTruth, TokenPrediction
+from hiddenlab.types import AttackResult, GroundTruth, KnownText, TokenPrediction
 
 Truncated = Callable[..., TruncatedModel]
 PROMPT = [BOS, 5, 17, 40, 5, 203, 99]
@@ -249,11 +249,57 @@ def test_the_attack_decodes_what_tokens_stood_for(
 def test_the_attack_says_where_it_does_not_apply(tiny_model: Truncated) -> None:
     model = tiny_model("llama", 2)
     for spec, reason in (("identity", "no token was replaced"), ("vocab-bijection:key=1", "without the key")):
-        info = Channel.parse([spec]).release(model, PROMPT)[0].info
+        released = Channel.parse([spec]).release(model, PROMPT)[0]
         with pytest.raises(NotApplicableError, match=reason):
-            ReplacedTokens().fit(info, model)
+            ReplacedTokens().fit(released.info, model).recover(released)
     with pytest.raises(InputError):
         ReplacedTokens(beam=0)
+
+
+def test_texts_of_the_same_key_show_what_a_bijection_hides(tiny_model: Truncated, small_probes: None) -> None:
+    model, channel = tiny_model("llama", 2), Channel.parse(["vocab-bijection"])
+    made = [
+        channel.release(model, tokens, i, 5)[0]
+        for i, tokens in enumerate([PROMPT, PROMPT[:4], [BOS, 203, 7]])
+    ]
+    known = tuple(
+        KnownText(tuple(tokens), shown)
+        for tokens, shown in zip([PROMPT[:4], [BOS, 203, 7]], made[1:], strict=True)
+    )
+    attack = ReplacedTokens().fit(made[0].info, model)
+    result = attack.recover(dataclasses.replace(made[0], known=known))
+    assert result.ids[:6] == PROMPT[:6]  # 99 stands in no known text
+    assert not any(token.verified for token in result.tokens)
+    assert result.ids[6] not in (*PROMPT[:6], 7)
+    # Texts of another key say nothing; and without any the attack does not apply.
+    other = channel.release(model, PROMPT, 9, 6)[0]
+    told = attack.recover(dataclasses.replace(other, known=known))
+    assert told.ids != PROMPT
+    with pytest.raises(NotApplicableError, match="without the key"):
+        attack.recover(made[0])
+
+
+@given(pairs=st.dictionaries(st.integers(1, 6), st.integers(1, 6)), shown=st.integers(0, 9))
+def test_a_codebook_is_the_share_of_the_bijections_that_fit(pairs: dict[int, int], shown: int) -> None:
+    """Beside all bijections of seven tokens, one by one; 0 and 7 are special."""
+    words = Vocabulary(torch.zeros(8, 2), frozenset({0, 7}))
+    shown = min(shown, 7)
+    fits = [
+        dict(zip(range(1, 7), order, strict=True))
+        for order in permutations(range(1, 7))
+        if all(order[a - 1] == b for a, b in pairs.items())
+    ]
+    book = Codebook(pairs)
+    if not fits:  # no bijection: what was read is of several keys
+        return
+    said = book.likelihood(shown, torch.arange(8), words).exp()
+    for token in range(8):
+        share = (
+            float(token == shown) if shown in (0, 7) else sum(one[shown] == token for one in fits) / len(fits)
+        )
+        assert float(said[token]) == pytest.approx(share)
+    assert {int(i) for i in book.origins(shown, 8, words)} == {i for i in range(8) if said[i] > 0}
+    assert len(book.origins(shown, 1, words)) == 1
 
 
 @pytest.mark.slow
@@ -267,6 +313,20 @@ def test_no_attack_fails_behind_replaced_tokens(tiny_model: Truncated, small_pro
         ensemble.DONE_BEFORE,
     }
     assert attempts[0].status == ensemble.RAN
+
+
+@pytest.mark.slow
+def test_tokens_are_decoded_although_those_that_ran_were_read_before(
+    tiny_model: Truncated, small_probes: None
+) -> None:
+    """Where the decoding ran out of time in the look, it goes on after the matching."""
+    model = tiny_model("llama", 1)
+    released = [Channel.parse(["santext:epsilon=1"]).release(model, PROMPT[:5], i)[0] for i in range(2)]
+    decoding = next(step for step in ensemble.ATTACKS if step.attack == "replaced-tokens")
+    matching = ensemble.Step("vocab-match:setup=quick")
+    read, decoded = ensemble.attack_all(released, model, 0, 600.0, lambda *_: None, [matching, decoding])
+    assert all(ensemble.solved(read.results[i], released[i]) for i in range(2))
+    assert sorted(decoded.results) == [0, 1]
 
 
 def test_tokens_that_ran_and_were_read_do_not_count_as_wrong(tiny_model: Truncated) -> None:

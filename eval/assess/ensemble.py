@@ -24,8 +24,8 @@ class Step:
     Attributes:
         attack: its spec. supposes: the stages that it takes the defense for; empty for what the rows' facts say.
             weight: of its share of the time. missing: it is for observations of some rows alone. endless: it may go on
-            for as long as there is time, so that running out of it says nothing. beside: it looks beside the states,
-            where the prompt's own tokens may stand although the model ran others.
+            for as long as there is time, so that running out of it says nothing. beside: it looks for the prompt's
+            own tokens also where the model ran others, and rows that are read say nothing more.
     """
 
     attack: str
@@ -56,7 +56,7 @@ QUICK = "vocab-match:setup=quick,budget=256"
 # In the order of their cost, each with what it reads.
 ATTACKS = (
     # What tokens stood for that ran in place of the prompt's. It may take half of the time, and elsewhere takes none.
-    Step("replaced-tokens", weight=14),
+    Step("replaced-tokens", weight=14, beside=True),
     # A key that also served texts which the attacker has; without any it takes no time either.
     Step("known-texts", weight=14),
     Step(QUICK, weight=2),  # rows as they are, permuted, or behind secret maps
@@ -142,8 +142,7 @@ def verified(result: AttackResult) -> int:
 def solved(result: AttackResult, observation: Observation) -> bool:
     """Return whether an attack is sure of the token of every row, so that none need read the rows again.
 
-    What the tokens of rows stood for, where others were replaced, is asked by ``replaced-tokens``, which comes first,
-    and by what looks beside the states (``Step.beside``).
+    What the tokens of rows stood for, where others were replaced, is asked by other steps (``Step.beside``).
     """
     return verified(result) >= len(observation.states) - extra_rows(observation.info) > 0
 

@@ -17,6 +17,7 @@ from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.repeated import together
 from hiddenlab.secret_maps import mixes_rows
+from hiddenlab.stages import are_replaced
 from hiddenlab.types import GroundTruth, KnownText, Observation, ObservationInfo, Progress, silent
 from hiddenlab.utils.random import generator
 
@@ -106,8 +107,11 @@ def _texts(
     """
     drawn = generator(seed, "known texts", session)
     corpus = Corpus(model, int(torch.randint(2**31, (), generator=drawn)), language_reference)
+    known = [corpus.text_of(length) for _ in range(attacker.known)]
     lengths = chosen_lengths(model, attacker, length, info)
-    return [*(corpus.text_of(length) for _ in range(attacker.known)), *map(corpus.uniform, lengths)]
+    if lengths and are_replaced(info):  # each token of a text shows what stands for it, and no other
+        return [*known, *corpus.frequent(sum(lengths)).split(lengths[0])]
+    return [*known, *map(corpus.uniform, lengths)]
 
 
 def chosen_lengths(
@@ -115,14 +119,17 @@ def chosen_lengths(
 ) -> list[int]:
     """Return the length of each chosen text, by what the attacker knows of the rows.
 
-    An order or a mixture of rows belongs to one length: the texts are as long as the prompt. Else they are so long that
-    their rows together span all coordinates. Who knows nothing of the defense picks both in turn.
+    An order or a mixture of rows belongs to one length: the texts are as long as the prompt. Where tokens are replaced,
+    they are as long as may be, to hold many tokens. Else their rows together have to span all coordinates. Who knows
+    nothing of the defense picks both in turn.
     """
     count, unsure = attacker.chosen, attacker.knows == "nothing"
     if not count or info.rows_permuted or mixes_rows(info):
         return [length] * count
     most = getattr(model.module.config, "max_position_embeddings", LONGEST)
     wanted = math.ceil((model.width + MORE) / max(1, count // 2 if unsure else count))
+    if are_replaced(info):
+        return [max(length, min(LONGEST, most))] * count
     long = max(length, min(wanted, LONGEST, most))
     return [length if unsure and number % 2 == 0 else long for number in range(count)]
 

@@ -9,6 +9,7 @@ on purpose.
 import ast
 import random
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from hiddenlab.models import TruncatedModel
 MIN_CHARS, MAX_SOURCE_CHARS = 200, 4000
 FEWEST_TOKENS = 9  # shorter texts are left out
 WINDOW_LENGTHS = (24, 48, 64, 96)
+COUNTED, COUNTED_LENGTH = 256, 256  # windows of text, and their tokens, of which the frequent ones are taken
 
 
 def standard_library_texts() -> list[str]:
@@ -145,6 +147,13 @@ class Corpus:
             repeats = self._random.randint(1, len(ids))
             ids[:repeats] = ids[0]
         return ids
+
+    def frequent(self, count: int) -> Int[Tensor, " n"]:
+        """Return up to ``count`` tokens, each once: of running text, the most frequent first, then random ones."""
+        seen = Counter(token for _ in range(COUNTED) for token in self.text_window(COUNTED_LENGTH).tolist())
+        first = [token for token, _ in seen.most_common()]
+        rest = [token for token in self.single_tokens(self.vocab_size).tolist() if token not in seen]
+        return torch.tensor((first + rest)[:count])
 
     def single_tokens(self, count: int) -> Int[Tensor, " count"]:
         """Return random tokens, each once, all of them where the vocabulary has no more."""
