@@ -297,7 +297,8 @@ def test_curves_are_panels_by_the_first_key(tmp_path: Path) -> None:
 def test_a_picture_over_another_figure(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from hiddenlab.report.plots import NAME_WIDTH, _over_figure, draw_table
+    from hiddenlab.report.plots import draw_table
+    from hiddenlab.report.points import NAME_WIDTH, over_figure
 
     def row(sigma: float, **values: float) -> dict[str, Any]:
         figures = {name: {"value": v, "low": v - 0.1, "high": v + 0.1, "n": 5} for name, v in values.items()}
@@ -309,13 +310,13 @@ def test_a_picture_over_another_figure(tmp_path: Path) -> None:
     made = table("n", figures=labels, rows=rows, against="kept")
     assert (path := draw_table(made, tmp_path)) is not None and path.stat().st_size > 1000
     axis = Figure().subplots()
-    _over_figure(axis, rows[:2], "kept", labels, ["read", "bag"])
+    over_figure(axis, rows[:2], "kept", labels, ["read", "bag"])
     assert [list(one.lines[0].get_xdata()) for one in axis.containers] == [[0.4, 0.1], [0.4]]
     assert {one.get_text() for one in axis.texts} == {"sigma 0.1", "sigma 0.5"}
     assert axis.get_xlabel() == "agreement"
     together = Figure().subplots()
     same = [row(sigma, read=0.9, kept=0.4) for sigma in (0.1, 0.2, 0.3)] + [row(0.5, read=0.2, kept=0.1)]
-    _over_figure(together, same, "kept", labels, ["read"])
+    over_figure(together, same, "kept", labels, ["read"])
     begins = sorted(one.get_position()[0] for one in together.texts if one.get_text() != "sigma 0.5")
     assert begins == pytest.approx(
         [3, 3 + NAME_WIDTH, 3 + 2 * NAME_WIDTH]

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from hiddenlab.report.pictures import COLOURS, drawn, new_figure, save
-from hiddenlab.report.plots import percent, plain, style
+from hiddenlab.report.plots import percent, plain
+from hiddenlab.report.points import style
 
 
 def draw_bars(

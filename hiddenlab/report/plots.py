@@ -1,6 +1,5 @@
 """Draw the plots of a report; matplotlib is imported only when a report is drawn."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,14 +8,13 @@ from typing import Any
 
 from hiddenlab.report.data import Picture, Run
 from hiddenlab.report.pictures import COLOURS, INK, drawn, new_figure, picture
+from hiddenlab.report.points import MARKERS, over_figure, points_by_row, style, value_of, values_of
 from hiddenlab.report.tables import kind_of
 from hiddenlab.summary import figure
 from hiddenlab.text import visible
 
-MARKERS = "osD^vPX*"
 MOST_BARS = 50
-POINTS = 72  # of an inch
-STEEP, NAME_WIDTH = 70, 13  # degrees of a point's name; points from one name to the next
+MOST_NAMED = 12  # points over another figure, whose names do not lie on one another
 
 Panel = tuple[str, str, bool]  # name in the summary, title, whether it is a share
 FILES: dict[str, tuple[Panel, Panel]] = {
@@ -58,14 +56,15 @@ def table_picture(table: Mapping[str, Any], folder: Path) -> Picture | None:
     """Draw an experiment's table with its intervals; return None where a picture would show nothing.
 
     The table chooses the form: every figure over a key (``over``), figures as curves over the numbers that end their
-    names (``curves``), or figures over another one (``against``). Otherwise its first figure that is not zero
+    names (``curves``), or figures over another one (``against``), which are
+    beside it on a line for each row where there are many. Otherwise its first figure that is not zero
     everywhere is drawn, as lines over layers where it has several, or as one bar for each row with the paper's figure
     beside it.
     Nothing is drawn of a single row, or where there would be too many bars to read.
     """
     table = _printable(table)
     rows = [row for row in table["rows"] if row["figures"]]
-    names = [name for name in table["figures"] if any(_value(row, name) for row in rows)]
+    names = [name for name in table["figures"] if any(value_of(row, name) for row in rows)]
     if not names:
         return None
     with drawn():
@@ -97,11 +96,17 @@ def _table_drawing(
         _over_key(drawing.subplots(), rows, over, {name: labels[name] for name in names})
         shown = f"figures over {over}"
     elif against in names[1:] and sum({name, against} <= set(row["figures"]) for row in rows) > 1:
-        drawing = new_figure(8.5, 5.2, title)
-        _over_figure(drawing.subplots(), rows, against, labels, names[: names.index(against)])
         shown = f"figures over {labels[against]}"
+        before = names[: names.index(against)]
+        if len(rows) > MOST_NAMED:
+            drawing = new_figure(9.5, 1.6 + 0.24 * len(rows), title)
+            points_by_row(drawing.subplots(), rows, [*before, against], labels)
+            shown = f"{', '.join(labels[name] for name in [*before, against])} of each row"
+        else:
+            drawing = new_figure(8.5, 5.2, title)
+            over_figure(drawing.subplots(), rows, against, labels, before)
     else:
-        rows = [row for row in rows if _value(row, name) is not None]
+        rows = [row for row in rows if value_of(row, name) is not None]
         layers = sorted({row["keys"]["layer"] for row in rows if isinstance(row["keys"].get("layer"), int)})
         series = len({_series(row, True) for row in rows})
         shown = labels[name]
@@ -141,10 +146,10 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
         axis.set_visible(False)
     for axis, panel in zip(axes, panels, strict=False):
         for row in (row for row in rows if str(row["keys"][first]) == panel):
-            own = [name for name in names if _value(row, name) is not None]
+            own = [name for name in names if value_of(row, name) is not None]
             n = lines.index(str(row["keys"][second]))
             axis.plot(
-                [_number(name) for name in own], [_value(row, name) for name in own],
+                [_number(name) for name in own], [value_of(row, name) for name in own],
                 label=lines[n], linewidth=1.1, markersize=3.5, **style(n),
             )  # fmt: skip
         axis.set_xscale(across)
@@ -161,7 +166,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str], table: Mapp
     named = axes[0].get_legend_handles_labels()[1]
     for n in (n for n, line in enumerate(lines) if line not in named):  # the legend is the first panel's
         axes[0].plot([], [], label=lines[n], linewidth=1.1, markersize=3.5, **style(n))
-    found = [value for row in rows for name in names if (value := _value(row, name)) is not None]
+    found = [value for row in rows for name in names if (value := value_of(row, name)) is not None]
     if up == "linear" and min(found) >= 0 and max(found) <= 1:  # areas under a curve start at one half
         axes[0].set_ylim(0.4 if min(found) > 0.41 else 0.0, 1.03)
     for panel_below in range(
@@ -203,7 +208,7 @@ def _over_layers(
     for n, line in enumerate(series):
         own = sorted((row for row in rows if names[id(row)] == line), key=lambda row: row["keys"]["layer"])
         places = [row["keys"]["layer"] + _aside(n, len(series), gap) for row in own]
-        values, errors = _values(own, name)
+        values, errors = values_of(own, name)
         shown = line if len(series) > 1 else None
         axis.errorbar(places, values, errors, label=shown, linewidth=1.2, markersize=5, capsize=3, **style(n))
         for row in own:
@@ -228,7 +233,7 @@ def _over_layers(
 
 def _by_row(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
     places = list(range(len(rows)))
-    values, errors = _values(rows, name)
+    values, errors = values_of(rows, name)
     axis.barh(
         places, values, xerr=errors, color=COLOURS[0], ecolor=INK, height=0.6, zorder=3, capsize=3,
     )  # fmt: skip
@@ -257,7 +262,7 @@ def _bounds(
     from matplotlib.ticker import FixedLocator
 
     kind = kind_of(name)
-    figures = [row["figures"][name] for row in rows if _value(row, name) is not None]
+    figures = [row["figures"][name] for row in rows if value_of(row, name) is not None]
     if any(figure["low"] < 0 or figure["high"] > 1 for figure in figures):
         return
     if kind in ("share", "score") or any(figure["value"] >= 0.5 for figure in figures):
@@ -276,8 +281,8 @@ def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: 
     axis.set_ylabel(shared.pop() if len(shared) == 1 else "")
     for n, (name, label) in enumerate(figures.items()):
         label = label.partition(", ")[2] if axis.get_ylabel() else label
-        own = [(x, row) for x, row in zip(places, rows, strict=True) if _value(row, name) is not None]
-        values, errors = _values([row for _, row in own], name)
+        own = [(x, row) for x, row in zip(places, rows, strict=True) if value_of(row, name) is not None]
+        values, errors = values_of([row for _, row in own], name)
         spread = [x + 2 * _aside(n, len(figures), 0.6) for x, _ in own]
         axis.errorbar(spread, values, errors, label=label, linestyle="", markersize=5, capsize=2, **style(n))
     names = [key for key in rows[0]["keys"] if key != over]
@@ -303,69 +308,9 @@ def _over_key(axis: Any, rows: Sequence[Mapping[str, Any]], over: str, figures: 
     axis.grid(axis="y", color="#e3e5e8", linewidth=0.8)
 
 
-def _over_figure(
-    axis: Any,
-    rows: Sequence[Mapping[str, Any]],
-    against: str,
-    labels: Mapping[str, str],
-    names: Sequence[str],
-) -> None:
-    """Draw figures over another one, each row named at its highest point."""
-    rows = [row for row in rows if _value(row, against) is not None]
-    rows = [row for row in rows if any(_value(row, name) is not None for name in names)]
-    varying = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) > 1]
-    for n, name in enumerate(names):
-        own = [row for row in rows if _value(row, name) is not None]
-        (places, beside), (values, errors) = _values(own, against), _values(own, name)
-        axis.errorbar(
-            places, values, errors, beside, label=labels[name], linestyle="", markersize=5, capsize=2, **style(n),
-        )  # fmt: skip
-    axis.set_xlabel(labels[against])
-    wide = [_value(row, against) or 0.0 for row in rows]
-    if max(wide) > max(1.0, 10 * min(wide)) and min(wide) > 0:  # no shares; so that neighbours stay apart
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter("{x:g}")
-    if axis.get_ylim()[1] <= 1.2:  # shares: room for the names above them
-        axis.set_ylim(bottom=0.0, top=1.25)
-        axis.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    tops = {
-        id(row): max(row["figures"][name]["high"] for name in names if _value(row, name) is not None)
-        for row in rows
-    }
-
-    def foot(row: Mapping[str, Any]) -> float:
-        """Return where the line of the row's name meets the bottom, in points."""
-        x, y = axis.transData.transform((row["figures"][against]["value"], tops[id(row)]))
-        return float(x - y / math.tan(math.radians(STEEP))) * POINTS / axis.figure.dpi
-
-    free = -math.inf
-    for row in sorted(rows, key=foot):
-        keys = [(key, row["keys"][key]) for key in varying if row["keys"].get(key) is not None]
-        text = " ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in keys)
-        aside = max(0.0, free - foot(row))
-        free = foot(row) + aside + NAME_WIDTH
-        axis.annotate(
-            text,
-            (row["figures"][against]["value"], tops[id(row)]),
-            xytext=(3 + aside, 4),
-            textcoords="offset points",
-            fontsize=8,
-            rotation=STEEP,  # so that names of points beside each other do not lie on one another
-        )
-    axis.grid(color="#e3e5e8", linewidth=0.8)
-
-
-def style(n: int) -> dict[str, Any]:
-    return {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)]}
-
-
 def _aside(n: int, count: int, gap: float) -> float:
     """Return the horizontal offset of series ``n`` at a layer: equal series (all exact, say) would hide one another."""
     return 0.3 * gap * ((n + 0.5) / count - 0.5)
-
-
-def _value(row: Mapping[str, Any], name: str) -> float | None:
-    return row["figures"].get(name, {}).get("value")  # type: ignore[no-any-return]
 
 
 def _bar(row: Mapping[str, Any]) -> str:
@@ -385,15 +330,6 @@ def _series(row: Mapping[str, Any], over_layers: bool, but: Sequence[str] = ()) 
         return ", ".join(f"{key} {value}" for key, value in row["keys"].items())
     keys = [(key, value) for key, value in row["keys"].items() if key not in (*but, "layer")]
     return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in keys)
-
-
-def _values(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[list[float]]]:
-    """Return values, and how far their intervals reach below and above them."""
-    figures = [row["figures"][name] for row in rows]
-    values = [figure["value"] for figure in figures]
-    below = [max(0.0, figure["value"] - figure["low"]) for figure in figures]
-    above = [max(0.0, figure["high"] - figure["value"]) for figure in figures]
-    return values, [below, above]
 
 
 def _lines(panels: Sequence[Panel], runs: "Sequence[Run]", labels: Sequence[str]) -> Any:
