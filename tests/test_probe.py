@@ -307,6 +307,46 @@ def test_an_interrupted_training_leaves_nothing(cache: Path, tiny_model: LoadMod
     assert not cache.exists() or not list(cache.iterdir())
 
 
+def test_a_training_that_was_stopped_goes_on_where_it_was(cache: Path, tiny_model: LoadModel) -> None:
+    """In any number of parts, and with the probe of a training without a pause."""
+    model = tiny_model("gemma2", 2)
+    rows, _ = states_of(model, 200, 3)
+    collected, trained = list[int](), list[int]()
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what == "training the probe":
+            trained.append(done)
+            raise KeyboardInterrupt
+        collected.append(done)
+
+    parts = 0
+    while parts < 1000:
+        try:
+            probe, seconds = store.probe_for(model, public_of(model), progress=stop)
+            break
+        except KeyboardInterrupt:
+            parts += 1
+    assert parts == len(trained) > 1 and trained == sorted(set(trained)) and not store._STOPPED
+    assert collected == sorted(set(collected))  # once
+    assert seconds > 0 and len(list(cache.iterdir())) == 1
+    (path,) = cache.iterdir()
+    path.unlink()
+    at_once, _ = store.probe_for(model, public_of(model))
+    assert torch.equal(probe.log_probs(rows), at_once.log_probs(rows))
+
+
+def test_a_training_that_failed_begins_again(
+    cache: Path, tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("gemma2", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(probe_module, "sampled_softmax", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.probe_for(model, public_of(model))
+    assert not store._STOPPED
+    assert store.probe_for(model, public_of(model))[1] > 0
+
+
 def test_training_states_are_those_of_the_channel(tiny_model: LoadModel) -> None:
     """Rows are put back in order, so that each stands beside its token."""
     model = tiny_model("gemma2", 2)

@@ -10,10 +10,10 @@ States at the first position (and at repeats of the first token) are attention s
 others, so rows are divided by norm into at most two groups, each with its own map.
 """
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -307,6 +307,48 @@ def train_probe(
     Args:
         states: one row for each training position, unsorted. tokens: the token of each row. table: input embeddings.
     """
+    return Training(states, tokens, table, settings).finished(progress)
+
+
+class Training:
+    """The training of a probe, which may be stopped between two steps and gone on with.
+
+    Args:
+        states, tokens, table, settings: as for ``train_probe``.
+    """
+
+    def __init__(
+        self,
+        states: Float[Tensor, "rows d"],
+        tokens: Int[Tensor, " rows"],
+        table: Float[Tensor, "v e"],
+        settings: ProbeSettings,
+    ) -> None:
+        self._steps = _training(states, tokens, table, settings)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether ``finished`` may be called: the training was neither ended nor broken by an error of its own."""
+        return inspect.getgeneratorstate(self._steps) != inspect.GEN_CLOSED
+
+    def finished(self, progress: Progress = silent) -> Probe:
+        """Train to the end and return the probe; what ``progress`` raises stops the training where it is."""
+        while True:
+            try:
+                done, total = next(self._steps)
+            except StopIteration as end:
+                probe: Probe = end.value
+                return probe
+            progress("training the probe", done, total)
+
+
+def _training(
+    states: Float[Tensor, "rows d"],
+    tokens: Int[Tensor, " rows"],
+    table: Float[Tensor, "v e"],
+    settings: ProbeSettings,
+) -> Generator[tuple[int, int], None, Probe]:
+    """Train step by step; yield how many steps are done, and of how many."""
     device = states.device
     generator = torch.Generator().manual_seed(settings.seed)
     mean, matrix = (x.to(device) for x in whitening(table.to(device)))
@@ -328,19 +370,17 @@ def train_probe(
         index = index[torch.randperm(len(index), generator=generator)]
         cut = min(HELD_OUT, len(index) // 10)
         held, kept = index[:cut], index[cut:]
-        tick = partial(_tick, progress, i * settings.steps, total)
         own = labels[kept].to(device)
         prior = token_prior(own, len(targets), settings)
-        expert = _train_expert(rows[kept.to(device)], own, targets, prior, settings, steps, generator, tick)
+        done = (i * settings.steps, total)
+        expert = yield from _expert_training(
+            rows[kept.to(device)], own, targets, prior, settings, steps, generator, done
+        )
         if len(held):
             _calibrate(expert, rows[held.to(device)], labels[held].to(device), targets, prior)
         experts.append(expert)
-    progress("training the probe", total, total)
+    yield total, total
     return Probe(settings, experts, border, mean, matrix).screened_by(rows).with_table(table)
-
-
-def _tick(progress: Progress, before: int, total: int, done: int) -> None:
-    progress("training the probe", before + done, total)
 
 
 def token_prior(tokens: Tensor, vocab: int, settings: ProbeSettings) -> Tensor:
@@ -389,10 +429,11 @@ def ridge_expert(
     return expert
 
 
-def _train_expert(
+def _expert_training(
     rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor, settings: ProbeSettings, steps: int,
-    generator: torch.Generator, tick: Callable[[int], None],
-) -> Expert:  # fmt: skip
+    generator: torch.Generator, done: tuple[int, int],
+) -> Generator[tuple[int, int], None, Expert]:  # fmt: skip
+    """Train the expert of one group; ``done`` is how many steps were done before, and of how many in all."""
     device, d, width = rows.device, rows.shape[1], targets.shape[1]
     # Half precision is enough for logits, and their product is most of the work.
     fast = targets.to(fast_dtype(device))
@@ -406,20 +447,18 @@ def _train_expert(
     expert.parameters = {name: value.requires_grad_() for name, value in p.items()}
     optimizer = torch.optim.AdamW(p.values(), lr=settings.learning_rate, weight_decay=0.01)
     vocab = len(targets)
-    with torch.enable_grad():
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
-            pick = torch.randint(0, len(tokens), (settings.batch,), generator=generator).to(device)
-            negatives = torch.randint(0, vocab, (min(settings.negatives, vocab),), generator=generator).to(
-                device
-            )
-            classes, place = torch.cat([tokens[pick], negatives]).unique(return_inverse=True)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+        pick = torch.randint(0, len(tokens), (settings.batch,), generator=generator).to(device)
+        negatives = torch.randint(0, vocab, (min(settings.negatives, vocab),), generator=generator).to(device)
+        classes, place = torch.cat([tokens[pick], negatives]).unique(return_inverse=True)
+        with torch.enable_grad():  # not across a yield: it would hold for whoever runs meanwhile
             loss = sampled_softmax(expert, features[pick], place[: len(pick)], fast[classes], prior[classes])
             optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
-            if step % 20 == 0:
-                tick(step)
+        optimizer.step()
+        if step % 20 == 0:
+            yield done[0] + step, done[1]
     expert.parameters = {name: value.detach() for name, value in p.items()}
     return expert

@@ -24,10 +24,10 @@ from hiddenlab.proposals.pairwise_order import PairwiseOrder, pairwise_order_set
 from hiddenlab.proposals.probe import (
     Probe,
     ProbeSettings,
+    Training,
     fast_dtype,
     probe_settings,
     token_prior,
-    train_probe,
 )
 from hiddenlab.proposals.sorted_states import Contexts
 from hiddenlab.secret_maps import is_mapped
@@ -41,6 +41,7 @@ from hiddenlab.utils.locks import one_at_a_time
 Released = tuple[Observation, GroundTruth]
 
 FORMAT = 4
+_STOPPED: dict[Path, Training] = {}  # by the place of the probe in the cache
 WAITING = "waiting for another process that trains this probe"
 # Floating-point operations spent on the attacker's own training states: about 50 s on two CPU cores that multiply
 # bfloat16.
@@ -192,7 +193,7 @@ def probes_for(
     base = identity_of(model, channel) | {"tokens": tokens}
     collected = None
     started = time.perf_counter()
-    probes = []
+    probes, trained = [], False
     for offset in offsets:
         settings = own if offset == 0 else replace(own, steps=EARLIER_STEPS)
         identity = base | {"settings": asdict(settings)} | ({"offset": offset} if offset else {})
@@ -200,12 +201,14 @@ def probes_for(
         if tensors is None:
             with one_at_a_time(cached_path(identity), WAITING, progress):
                 if (tensors := load_cached(identity, model)) is None:
-                    if collected is None:
-                        collected = collect_states(model, channel, tokens, settings.seed, progress)
-                    tensors = _train(model, collected, offset, settings, progress)
+                    if (training := _STOPPED.pop(cached_path(identity), None)) is None:
+                        if collected is None:
+                            collected = collect_states(model, channel, tokens, settings.seed, progress)
+                        training = _begun(model, collected, offset, settings)
+                    tensors = _trained(training, cached_path(identity), progress)
                     save_cached(identity, tensors)
+                    trained = True
         probes.append(Probe.from_tensors(settings, tensors).with_table(model.embedding))
-    trained = collected is not None
     if own.sorted_states and 0 in offsets:
         probe = probes[list(offsets).index(0)]
         contexts, made = _contexts_for(model, channel, probe, base, progress)
@@ -215,19 +218,33 @@ def probes_for(
     return probes, time.perf_counter() - started if trained else 0.0
 
 
-def _train(
+def _begun(
     model: TruncatedModel,
     collected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     offset: int,
     settings: ProbeSettings,
-    progress: Progress,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a new probe, trained on what ``collect_states`` returned."""
+) -> Training:
+    """Return the training of a new probe on what ``collect_states`` returned."""
     states, labels, places = collected
     if offset:  # the first rows of a window have no token at that offset
         states, labels = states[(places >= offset).to(states.device)], labels.roll(offset)[places >= offset]
     with torch.inference_mode(False):
-        return train_probe(states, labels, model.embedding.detach().clone(), settings, progress).tensors()
+        return Training(states, labels, model.embedding.detach().clone(), settings)
+
+
+def _trained(training: Training, path: Path, progress: Progress) -> dict[str, torch.Tensor]:
+    """Train a probe to its end and return its tensors; one that is stopped goes on when it is asked for again.
+
+    Its training states are large: of the probes that were stopped the last one alone is kept.
+    """
+    try:
+        with torch.inference_mode(False):
+            return training.finished(progress).tensors()
+    except BaseException:
+        if training.can_go_on:
+            _STOPPED.clear()
+            _STOPPED[path] = training
+        raise
 
 
 def has_trained_probe(model: TruncatedModel, info: ObservationInfo) -> bool:
