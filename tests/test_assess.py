@@ -49,7 +49,7 @@ from hiddenlab.eval.tables import leaderboard as tables
 from hiddenlab.eval.tables.leaderboard import leaderboard
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.report.data import Study
-from hiddenlab.report.leaderboard import gathered
+from hiddenlab.report.leaderboard import gathered, short_table
 from hiddenlab.stages import Stage
 from hiddenlab.testing import byte_tokenizer
 from hiddenlab.types import AttackResult, Observation, TokenPrediction, silent
@@ -480,6 +480,22 @@ def test_tables_of_a_leaderboard_are_read_as_one() -> None:
 
     other = Study({"experiment": "noise", "rows": [], "notes": [], "command": "c"})
     whole, rest = gathered([table("leaderboard-a", 0.9, None), other, table("leaderboard-b", 0.1)])
+    whole.table["figures"] = {"leak": "what leaks"}
+    for row in whole.table["rows"]:
+        row |= {
+            "words": {"verdict": "V", "attack": "vocab-match:budget=3"},
+            "paper": {},
+            "status": "measured",
+            "reason": None,
+        }
+        row["keys"]["model"] = "alike"
+        for figure in row["figures"].values():
+            figure |= {"low": figure["value"], "high": figure["value"], "n": 1}
+    assert short_table(whole.table) == [
+        "| defense | verdict | what leaks | attack |", "|---|---|---|---|",
+        "| leaderboard-b 0.1 | V | 10.0 % | vocab-match |", "| leaderboard-a 0.9 | V | 90.0 % | vocab-match |",
+        "| leaderboard-a None | V | – | vocab-match |",
+    ]  # fmt: skip
     assert rest is other and whole.table["experiment"] == "leaderboard"
     assert [row["keys"]["defense"] for row in whole.table["rows"]] == [
         "leaderboard-b 0.1", "leaderboard-a 0.9", "leaderboard-a None",

@@ -1,11 +1,20 @@
 """Gather the tables of a leaderboard, which grows by one table at a time, and sort its rows by what leaks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hiddenlab.report.data import Study
+from hiddenlab.report.tables import grid
+from hiddenlab.text import markdown, markdown_table
 
 LEADERBOARD = "leaderboard"
+BOARD_TITLE = "Leaderboard of defenses"
+INTRODUCTION = """\
+Each row is one assessment by `hiddenlab assess`: a defense, on one model, at one layer. The defense that leaks least
+stands first. Of two that leak alike, the one stands first that keeps more of the model's next tokens. A defense is of
+use where the leak is small and most next tokens stay the same. What the verdicts mean, what was recovered, and all
+figures stand below."""
+SHORT = ("verdict", "leak", "top1_agreement", "attack")  # behind the keys that differ
 
 
 def gathered(studies: Sequence[Study]) -> list[Study]:
@@ -30,6 +39,21 @@ def gathered(studies: Sequence[Study]) -> list[Study]:
     first = studies.index(parts[0])
     others = [study for study in studies if study not in parts]
     return [*others[:first], board, *others[first:]]
+
+
+def short_table(table: Mapping[str, Any]) -> list[str]:
+    """Return what a leaderboard says first, as a Markdown table: verdict, leak, utility, and which attack read most."""
+    cells, rows = grid(table), table["rows"]
+    keys = list(rows[0]["keys"]) if rows else []
+    varying = [key for key in keys if len({str(row["keys"].get(key)) for row in rows}) > 1]
+    wanted = [*varying, *(table["figures"].get(name, name) for name in SHORT)]
+    head = [name for name in wanted if name in cells.header]
+    lines = [dict(zip(cells.header, line, strict=True)) for line in cells.rows]
+    for line in lines:
+        if "attack" in line:  # without its parameters
+            line["attack"] = line["attack"].partition(":")[0]
+    shown = [[markdown(line[name]) for name in head] for line in lines]
+    return markdown_table([markdown(name) for name in head], shown, len(head))
 
 
 def is_board(experiment: str) -> bool:

@@ -13,7 +13,7 @@ from hiddenlab.report.answers import answer, defense_of, verifies
 from hiddenlab.report.assessed import markdown_lines, name_of
 from hiddenlab.report.data import Picture, Run, Study
 from hiddenlab.report.html import pages
-from hiddenlab.report.leaderboard import gathered, is_board
+from hiddenlab.report.leaderboard import BOARD_TITLE, INTRODUCTION, gathered, is_board, short_table
 from hiddenlab.report.tables import TABLE_FORMAT, Grid, Table, measured, table_page
 from hiddenlab.summary import FIGURES, figure, summarise
 from hiddenlab.text import markdown as escaped
@@ -32,15 +32,6 @@ VARIANTS = (
     "model", "attack", "stream", "search", "proposal", "distance", "epsilon", "budget", "dtype", "device",
     "max_tokens", "limit", "prompts", "seed", "batch",
 )  # fmt: skip
-
-BOARD_INTRODUCTION = """\
-# Leaderboard of defenses
-
-Each row is one assessment by `hiddenlab assess`: a defense, on one model, at one layer. The defense that leaks least
-stands first; of two that leak alike, the one that keeps more of the model's next tokens. Some HELD rows ruin the model:
-read the leak beside *same next token*.
-
-"""
 
 EXPLANATION = """\
 Shares and scores are means over the prompts to which the attack applies; a dash means not measured.
@@ -78,7 +69,9 @@ def write_report(paths: Sequence[Path], folder: Path) -> list[Path]:
         boards = [study for study in studies if is_board(study.table["experiment"])]
         written = {MARKDOWN: markdown(runs, studies, images, judged)}
         if boards:
-            written[BOARD] = BOARD_INTRODUCTION + "\n".join(_study_lines(boards, images)) + "\n"
+            written[BOARD] = (
+                "\n".join(line for board in boards for line in _board_lines(board, images)) + "\n"
+            )
         written |= pages(PAGE, TITLE, shown, runs, studies, images, judged)
         for name, content in written.items():
             write_file(folder / name, content)
@@ -262,6 +255,13 @@ def _study_lines(studies: Sequence[Study], images: Sequence[Picture]) -> list[st
         own = [image for image in images if image.name == study.table["experiment"]]
         lines += [line for image in own for line in _image_lines(image)]
     return lines
+
+
+def _board_lines(board: Study, images: Sequence[Picture]) -> list[str]:
+    own = [image for image in images if image.name == board.table["experiment"]]
+    lines = [f"# {BOARD_TITLE}", "", INTRODUCTION, "", *short_table(board.table)]
+    lines += [line for image in own for line in _image_lines(image)]
+    return [*lines, "", table_page(board.table, "All figures")]
 
 
 def _known(run: Run, name: str) -> Any:

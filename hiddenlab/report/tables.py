@@ -189,11 +189,15 @@ def brackets(table: Mapping[str, Any]) -> str:
     return f"Brackets are 95 % intervals over prompts.{made}"
 
 
-def table_page(table: Mapping[str, Any]) -> str:
-    """Return title, table, reasons and notes as Markdown."""
+def table_page(table: Mapping[str, Any], title: str | None = None) -> str:
+    """Return title, table, reasons and notes as Markdown.
+
+    Args:
+        title: None is the table's own.
+    """
     cells = measured(grid(table))
     head, *rows = ([markdown(text) for text in row] for row in (cells.header, *cells.rows))
-    lines = [f"## {markdown(table['title'])}", ""]
+    lines = [f"## {markdown(table['title'] if title is None else title)}", ""]
     lines += markdown_table(head, rows, cells.keys) if rows else [f"{NOTHING}."]
     command = visible(table["command"]).replace("`", "'")
     lines += ["", f"`{command}`. {markdown(brackets(table))}"]
