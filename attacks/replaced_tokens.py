@@ -18,6 +18,8 @@ from hiddenlab.models import Prefix, Request, TruncatedModel
 from hiddenlab.stages import Replacement, Vocabulary, are_replaced
 from hiddenlab.types import AttackResult, KnownText, Observation, ObservationInfo, TokenPrediction
 
+MOST_CONTRARY = 0.1  # share of pairs that may contradict others: a token that was verified by chance
+
 
 @dataclass(frozen=True)
 class _Hypothesis:
@@ -90,6 +92,7 @@ class ReplacedTokens(Attack):
         budget: candidates for one position of the matching at most.
     """
 
+    secret_maps = extra_rows = True  # the matching reads these rows
     use_when = "a defense replaced tokens before the model ran (santext, custext, rantext, a bijection of known texts)"
 
     def __init__(self, beam: int = 8, width: int = 64, budget: int = 256) -> None:
@@ -98,8 +101,10 @@ class ReplacedTokens(Attack):
         self.beam, self.width = beam, width
         self.matching = VocabMatch(setup="quick", budget=budget)
         self._lm: tuple[TruncatedModel, LazyModel] | None = None
-        self._kept: tuple[tuple[tuple[str, ...], TruncatedModel], Replacement, Vocabulary] | None = None
-        self._read: dict[tuple[int, ...], tuple[Tensor, dict[int, int]]] = {}
+        self._kept: tuple[tuple[tuple[str, ...], TruncatedModel], Replacement | None, Vocabulary] | None = (
+            None
+        )
+        self._read: dict[tuple[int, ...], tuple[Tensor, tuple[dict[int, int], int]]] = {}
 
     def reset(self) -> None:
         """Forget what the matching learned from earlier prompts."""
@@ -110,22 +115,21 @@ class ReplacedTokens(Attack):
         """Prepare the matching.
 
         Raises:
-            NotApplicableError: no token was replaced, or no stage says how.
+            NotApplicableError: no token was replaced.
         """
         self._mechanism(info)
         self._read.clear()
         self.matching.progress, self.matching.learns = self.progress, self.learns
         return dict(self.matching.fit(info, self.model, self.seed).measured)
 
-    def _mechanism(self, info: ObservationInfo) -> tuple[Replacement, Vocabulary]:
+    def _mechanism(self, info: ObservationInfo) -> tuple[Replacement | None, Vocabulary]:
+        """Return the stage that replaces tokens, None where the attacker does not know it, and the model's tokens."""
         if not are_replaced(info):
             raise NotApplicableError("no token was replaced; vocab-match reads these rows")
         if self._kept is None or self._kept[0] != (info.channel, self.model):
             channel = Channel.parse(list(info.channel))
-            stages = [stage for stage in channel.defenses if isinstance(stage, Replacement)]
-            if not stages:
-                raise NotApplicableError("tokens were replaced, and no stage of the channel says how")
-            self._kept = (info.channel, self.model), stages[0], channel.vocabulary(self.model)
+            stage = next((stage for stage in channel.defenses if isinstance(stage, Replacement)), None)
+            self._kept = (info.channel, self.model), stage, channel.vocabulary(self.model)
         return self._kept[1:]
 
     def _recover_batch(self, observations: Sequence[Observation]) -> list[AttackResult]:
@@ -154,22 +158,40 @@ class ReplacedTokens(Attack):
         """Return what is known of the tokens behind those that ran: the public mechanism, or pairs of known texts.
 
         Raises:
-            NotApplicableError: without its key nothing is known of the mechanism, and no text of the key shows it.
+            NotApplicableError: without its key nothing is known of the mechanism, or no stage says it, and no text of
+                the key shows it.
         """
         stage, vocabulary = self._mechanism(observation.info)
         try:
+            if stage is None:
+                raise NotApplicableError("tokens were replaced, and no stage of the channel says how")
             stage.origins(int(vocabulary.ordinary()[0]), 1, vocabulary)
+            return stage
         except NotApplicableError:
             if not observation.known:
                 raise
-            pairs = dict[int, int]()
-            for text in observation.known:
-                pairs |= self._pairs(text)
-            return Codebook(pairs)
-        return stage
+        return self._codebook(observation.known)
 
-    def _pairs(self, text: KnownText) -> dict[int, int]:
-        """Return the token behind each one that ran for a text that the attacker has, of those that surely ran.
+    def _codebook(self, texts: Sequence[KnownText]) -> Codebook:
+        """Return what known texts show of a bijection.
+
+        Raises:
+            NotApplicableError: less than half of their tokens is read surely, or they are of several keys.
+        """
+        found = [self._pairs(text) for text in texts]
+        total, read = sum(len(text.tokens) for text in texts), sum(count for _, count in found)
+        if 2 * read < total:  # what is guessed instead says nothing of the defense
+            raise NotApplicableError(f"of {total} tokens of known texts {read} were read surely: too few")
+        pairs, back, contrary = dict[int, int](), dict[int, int](), 0
+        for own, _ in found:
+            for shown, token in own.items():
+                contrary += pairs.setdefault(shown, token) != token or back.setdefault(token, shown) != shown
+        if contrary > MOST_CONTRARY * len(pairs):
+            raise NotApplicableError("known texts contradict each other: they passed under several keys")
+        return Codebook(pairs)
+
+    def _pairs(self, text: KnownText) -> tuple[dict[int, int], int]:
+        """Return the token behind each one that surely ran for a text that the attacker has, and how many were read.
 
         Prompts of one key share their known texts, which are read once.
         """
@@ -181,7 +203,8 @@ class ReplacedTokens(Attack):
                 for place, token in enumerate(read.tokens[: len(text.tokens)])
                 if token.verified
             }
-            self._read[text.tokens] = kept = text.shown.states, pairs
+            read_surely = sum(token.verified for token in read.tokens[: len(text.tokens)])
+            self._read[text.tokens] = kept = text.shown.states, (pairs, read_surely)
         return kept[1]
 
     def _decode(

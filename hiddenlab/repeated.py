@@ -12,9 +12,9 @@ from torch import Tensor
 from hiddenlab.channels import SELECTION_FACTS, Channel
 from hiddenlab.errors import NotApplicableError
 from hiddenlab.models import TruncatedModel
-from hiddenlab.stages import SUPPOSED, Defense, averaged
+from hiddenlab.stages import SUPPOSED, Defense, Mixing, Replacement, averaged, changes_states
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo
-from hiddenlab.utils.random import generator
+from hiddenlab.utils.random import Draws, generator
 
 FACT = "releases"  # of a prompt that was released several times: how often, and what of that the rows are
 Reads = Literal["mean", "same", "first"]
@@ -44,8 +44,10 @@ def together(shown: Sequence[Observation], model: TruncatedModel, shared_key: bo
     stages = Channel.parse(first.info.channel).defenses
     mean = [averaged(stage, count) for stage in stages]
     kept = [stage for stage, weaker in zip(stages, mean, strict=True) if weaker is stage]
+    length = int(first.info.facts.get("tokens", len(first.states)))  # where rows are left out it is told
     alike = len(kept) < len(stages) and all(one.info == first.info for one in shown)
-    if not alike or not (how := _repeats(stages, kept, model, shared_key, seed, len(first.states))):
+    alike = alike and not _bent(stages, kept, model, seed, length) and not _drawn_tokens(kept, model)
+    if not alike or not (how := _repeats(stages, kept, model, shared_key, seed, length)):
         return _said(first, count, "first")
     rows = [one.states.double() for one in shown]
     if how == "shuffled":
@@ -77,15 +79,15 @@ def _repeats(
     model: TruncatedModel,
     shared_key: bool,
     seed: int,
-    rows: int,
+    length: int,
 ) -> str | None:
     """Return how stages repeat what they release: "same", or "shuffled"; None where they do neither.
 
     Args:
-        kept: those among them that add no noise. rows: of the prompt.
+        kept: those among them that add no noise. length: of the prompt, in tokens.
     """
     text = torch.randint(
-        model.vocab_size, (max(rows, FEWEST),), generator=generator(seed, "repeated text")
+        model.vocab_size, (max(length, FEWEST),), generator=generator(seed, "repeated text")
     ).tolist()
     key = KEY if shared_key else None
 
@@ -109,6 +111,51 @@ def _repeats(
     found = torch.tensor(again.row_order)[_matched(second.states.double(), first.states.double())]
     right = (found == torch.tensor(truth.row_order)).double().mean()
     return "shuffled" if right >= RIGHT else None
+
+
+def _bent(
+    stages: Sequence[Defense], kept: Sequence[Defense], model: TruncatedModel, seed: int, length: int
+) -> bool:
+    """Return whether a stage behind noise makes something else of a mean than the mean of what it makes of each.
+
+    Rounding does, and whatever keeps some coordinates or directions alone. Rows of the attacker's own tell.
+
+    Args:
+        kept, length: see ``_repeats``.
+    """
+    noise = [place for place, stage in enumerate(stages) if stage not in kept]
+    outside = all(changes_states(stages[place]) for place in noise)  # else the noise is on the inputs
+    own = generator(seed, "own rows")
+    one, other = (torch.randn(max(length, FEWEST), model.width, generator=own) for _ in range(2))
+    middle = (one + other) / 2
+    for place, stage in enumerate(stages):
+        if stage not in kept or not changes_states(stage) or (outside and place < noise[0]):
+            continue
+        made = []
+        for rows in (one, other, middle):
+            draws = Draws.seeded(0, KEY).for_stage(place, "states")
+            released = (
+                stage.mixed(rows, [], draws) if isinstance(stage, Mixing) else stage.states(rows, draws)
+            )
+            made.append(released[0])
+        one, other, middle = made
+        if not torch.allclose((one + other) / 2, middle, rtol=1e-3, atol=1e-3):
+            return True
+    return False
+
+
+def _drawn_tokens(kept: Sequence[Defense], model: TruncatedModel) -> bool:
+    """Return whether a stage draws other tokens in each release: a token may be shown as several."""
+    for stage in kept:
+        if not isinstance(stage, Replacement):
+            continue
+        vocabulary = Channel(kept).vocabulary(model)
+        try:
+            if len(stage.origins(int(vocabulary.ordinary()[0]), 2, vocabulary)) > 1:
+                return True
+        except NotApplicableError:  # a bijection, whose key repeats
+            continue
+    return False
 
 
 def _matched(rows: Float[Tensor, "n d"], to: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:

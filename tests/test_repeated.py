@@ -19,7 +19,7 @@ from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.ensemble import Step
 from hiddenlab.eval.assess.session import release_all
 from hiddenlab.job import Case
-from hiddenlab.models import TruncatedModel
+from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.repeated import reads
 from hiddenlab.types import GroundTruth, Observation
 
@@ -94,6 +94,16 @@ def test_a_mean_of_the_facts_alone_is_the_same(tiny_model: Truncated) -> None:
         ("unknown-gaussian:sigma=0.01", "request", "mean"),
         ("output-noise:sigma=0.01+orthogonal", "forever", "mean"),
         ("decoys:count=2", "request", "first"),
+        # A mean of what such a stage makes of noise is not what it makes of weaker noise.
+        ("output-noise:sigma=0.5+round:int4", "request", "first"),
+        ("output-noise:sigma=0.5+sparsify:keep=0.1", "session", "first"),
+        ("gaussian:sigma=0.01+truncated-svd:rank=4", "request", "first"),
+        ("round:int4+output-noise:sigma=0.01", "request", "mean"),
+        ("output-noise:sigma=0.01+project:count=8", "request", "mean"),
+        ("output-noise:sigma=0.01+row-mixing", "session", "mean"),
+        # Tokens may be others in each release, although those of the attacker's own text were the same twice.
+        ("santext:epsilon=50+output-noise:sigma=0.01", "session", "first"),
+        ("vocab-bijection+output-noise:sigma=0.01", "session", "mean"),
     ],
 )
 def test_what_is_no_noise_and_drawn_anew_is_not_averaged(
@@ -108,6 +118,18 @@ def test_what_is_no_noise_and_drawn_anew_is_not_averaged(
         model, Channel.parse(spec.split("+")), [Case(0, "p", GroundTruth(TOKENS))], 0, Attacker(key=key)
     )
     assert torch.equal(found.states, one[0].states) and found.info.channel == one[0].info.channel
+
+
+def test_the_own_text_is_as_long_as_a_prompt_of_which_some_rows_are_shown(tiny_model: Truncated) -> None:
+    model, case = tiny_model("llama", 2), Case(0, "p", GroundTruth(TOKENS * 10))
+    channel = Channel.parse(["shard:alpha=4,c=16,node=3", "output-noise:sigma=0.01"])
+    ((observation, _),) = release_all(model, channel, [case], 0, Attacker(releases=4))
+    assert len(observation.states) < 17 and reads(observation.info) == "mean"
+
+
+def test_log_probabilities_of_several_releases_are_not_averaged(tiny: Callable[..., str]) -> None:
+    model = load_model(tiny("llama"), stream="logits", device="cpu")
+    assert reads(shown(model, "gaussian:sigma=0.01+logprobs:k=5").info) == "first"
 
 
 def test_a_verdict_tells_what_was_read_of_the_releases(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import hiddenlab as hl
 from hiddenlab import registry
+from hiddenlab.attacker import Attacker
 from hiddenlab.attacks.replaced_tokens import Codebook, ReplacedTokens
 from hiddenlab.batch import sample_of
 from hiddenlab.channels import Channel
@@ -20,7 +21,11 @@ from hiddenlab.defenses import replace_tokens
 from hiddenlab.defenses.replace_tokens import CusText, RanText, SanText, VocabularyBijection
 from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError
 from hiddenlab.eval.assess import ensemble
-from hiddenlab.eval.assess.readings import Belief, Reading, is_misled, shown_accuracy_of
+from hiddenlab.eval.assess.ensemble import Attempt
+from hiddenlab.eval.assess.hiding import as_known
+from hiddenlab.eval.assess.readings import Belief, Reading, is_misled, shown_accuracy_of, undecoded_of
+from hiddenlab.eval.assess.verdict import Evidence, sentence_of, status_of
+from hiddenlab.eval.measures.intervals import Estimate
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
 from hiddenlab.preparations import as_whole
@@ -277,6 +282,56 @@ def test_texts_of_the_same_key_show_what_a_bijection_hides(tiny_model: Truncated
     assert told.ids != PROMPT
     with pytest.raises(NotApplicableError, match="without the key"):
         attack.recover(made[0])
+
+
+@pytest.mark.parametrize("behind", ["orthogonal", "decoys:count=2", ""])
+def test_known_texts_show_a_bijection_behind_other_secrets_and_to_who_knows_its_facts_alone(
+    behind: str, tiny_model: Truncated, small_probes: None
+) -> None:
+    model, channel = tiny_model("llama", 1), Channel.parse(["vocab-bijection", *([behind] if behind else [])])
+    prompt, text = PROMPT[:5], PROMPT[:6]
+    observation, shown = (channel.release(model, tokens, i, 5)[0] for i, tokens in enumerate((prompt, text)))
+    seen = dataclasses.replace(observation, known=(KnownText(tuple(text), shown),))
+    if not behind:
+        seen = as_known(seen, model, Attacker(knows="facts"))
+        assert not seen.info.channel
+    assert ReplacedTokens(budget=400).fit(seen.info, model).recover(seen).ids == prompt
+
+
+def test_texts_of_which_no_token_is_read_show_nothing(tiny_model: Truncated, small_probes: None) -> None:
+    model, channel = tiny_model("llama", 2), Channel.parse(["vocab-bijection"])
+    observation, shown = (channel.release(model, PROMPT, i, 5)[0] for i in range(2))
+    spoilt = dataclasses.replace(shown, states=torch.randn(shown.states.shape))
+    seen = dataclasses.replace(observation, known=(KnownText(tuple(PROMPT), spoilt),))
+    with pytest.raises(NotApplicableError, match="of 7 tokens of known texts 0 were read surely"):
+        ReplacedTokens(budget=4).fit(seen.info, model).recover(seen)
+
+
+@pytest.mark.parametrize(
+    ("spec", "count"), [("vocab-bijection", 1), ("santext:epsilon=5", 1), ("identity", 0)]
+)
+def test_no_defense_holds_whose_substitutes_were_not_decoded(
+    spec: str, count: int, tiny_model: Truncated
+) -> None:
+    model = tiny_model("llama", 2)
+    observation, truth = Channel.parse([spec]).release(model, PROMPT)
+    reading, tried = Reading(Case(0, "p", truth), observation, None, None, None), Attempt("replaced-tokens")
+    assert undecoded_of([reading], [tried]) == count
+    tried.results[0] = AttackResult((), 0, 0, 0.0, "complete")
+    assert undecoded_of([reading], [tried]) == 0
+    held = Evidence(Estimate(0.0, 0.0, 0.01, 60), 0, (0, 4), able=["vocab-match"])
+    assert status_of(held) == "HELD"
+    untried = dataclasses.replace(held, undecoded=1)
+    assert status_of(untried) == "INCONCLUSIVE"
+    assert "of 1 prompt no attack decoded" in sentence_of(untried, 1.0, None)
+
+
+def test_texts_of_several_keys_are_no_codebook(tiny_model: Truncated, small_probes: None) -> None:
+    model, channel = tiny_model("llama", 2), Channel.parse(["vocab-bijection"])
+    observation, *shown = (channel.release(model, PROMPT, i, None if i else 5)[0] for i in range(3))
+    seen = dataclasses.replace(observation, known=tuple(KnownText(tuple(PROMPT), one) for one in shown))
+    with pytest.raises(NotApplicableError, match="several keys"):
+        ReplacedTokens().fit(seen.info, model).recover(seen)
 
 
 @given(pairs=st.dictionaries(st.integers(1, 6), st.integers(1, 6)), shown=st.integers(0, 9))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hiddenlab.channels import Channel
 from hiddenlab.config import AttackConfig
-from hiddenlab.errors import InputError
+from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.assess import command
 from hiddenlab.eval.assess.ensemble import Step
 from hiddenlab.eval.assess.price import utility_of
@@ -59,8 +59,31 @@ def test_the_strongest_strength_is_found_by_halving(low: float, high: float, bor
 
 
 @pytest.mark.parametrize(
-    "family", ["a:b=1..2,c=3..4", "a:b=0..1", "a:b=..1", "a:b=x..y", "a:b=1e400..1", "a:b=-1..1"]
+    "family", ["a:b=1..2,c=3..4", "a:b=0..1", "a:b=..1", "a:b=x..y", "a:b=1e400..1", "a:b=-1..1", "a:b=1...2"]
 )
 def test_ranges_that_are_none_are_refused(family: str) -> None:
     with pytest.raises(InputError, match=r"range of strengths|above 0"):
         specs_of(family)
+
+
+def test_a_range_that_begins_with_the_strongest_is_refused() -> None:
+    kept = {"a:b=0.02": 0.92, "a:b=0.01": 0.97}
+    with pytest.raises(NotApplicableError, match="give the weakest strength first"):
+        strongest_of("a:b=0.02..0.01", 0.9, kept.__getitem__)
+
+
+def test_families_and_maps_may_be_files_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from hiddenlab.stages import Stage\nclass {0}(Stage):\n    def __init__(self, b: float = 1.0) -> None:\n"
+    code += "        self.spec = f'{1}:b={{b!r}}'\n"
+    (tmp_path / "noise.py").write_text(code.format("Noise", "own-noise"))
+    (tmp_path / "secret.py").write_text(code.format("Secret", "own-secret"))
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    made = trade_off(Setting(layers=(1,)), "../noise.py:b=0.1..1", "../secret.py:b=2")
+    assert [cell.spec["family"] for cell in made.cells] == ["../noise.py:b=0.1..1"]
+    assert specs_of("../noise.py:b=0.1..1")(1.0) == "../noise.py:b=1"
+    Channel.parse(["../noise.py:b=0.5", "../secret.py:b=2"])  # both are known
+    with pytest.raises(InputError, match="there is no file"):
+        trade_off(Setting(layers=(1,)), "nowhere.py:b=0.1..1")
+    with pytest.raises(InputError, match="names nothing"):
+        trade_off(Setting(layers=(1,)), maps="")

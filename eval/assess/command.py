@@ -42,6 +42,7 @@ from hiddenlab.eval.assess.readings import (
     shown_accuracy_of,
     told_of,
     truth_of,
+    undecoded_of,
 )
 from hiddenlab.eval.assess.secrets import Planted, planted
 from hiddenlab.eval.assess.session import release_all
@@ -420,6 +421,7 @@ def _evidence(
         short=[one.attack for one in attempts if one.status == OUT_OF_TIME and one.attack not in endless],
         crashed=[one.attack for one in attempts if one.status == CRASHED],
         misled=sum(is_misled(one, attempts, i) for i, one in enumerate(mine)) if subject.truth else 0,
+        undecoded=undecoded_of(mine, attempts),
         unread=sum(reads(one.observation.info) == "first" for one in mine),
         truth=subject.truth,
     )

@@ -16,6 +16,8 @@ from hiddenlab.row_facts import extra_rows
 from hiddenlab.scoring import Score, places_of, score
 from hiddenlab.types import AttackResult, GroundTruth, Observation
 
+DECODES = "replaced-tokens"  # the step that reads what tokens stood for which ran in place of the prompt's
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -182,6 +184,16 @@ def is_misled(reading: Reading, attempts: Sequence[Attempt], number: int) -> boo
     truth = truth_of(reading.case)
     read = dict(zip(places_of(surest, truth), surest.ids, strict=True))
     return any(place >= len(truth.shown) or truth.shown[place] != token for place, token in read.items())
+
+
+def undecoded_of(readings: Sequence[Reading], attempts: Sequence[Attempt]) -> int:
+    """Return of how many prompts tokens were replaced, and no attack decoded what those stood for that ran."""
+    decoded = {i for attempt in attempts if attempt.attack == DECODES for i in attempt.results}
+    truths = [reading.case.truth for reading in readings]
+    return sum(
+        truth is not None and truth.computed is not None and i not in decoded
+        for i, truth in enumerate(truths)
+    )
 
 
 def shown_accuracy_of(readings: Sequence[Reading], attempts: Sequence[Attempt]) -> float | None:

@@ -109,8 +109,9 @@ def _texts(
     corpus = Corpus(model, int(torch.randint(2**31, (), generator=drawn)), language_reference)
     known = [corpus.text_of(length) for _ in range(attacker.known)]
     lengths = chosen_lengths(model, attacker, length, info)
-    if lengths and are_replaced(info):  # each token of a text shows what stands for it, and no other
-        return [*known, *corpus.frequent(sum(lengths)).split(lengths[0])]
+    if lengths and are_replaced(info):  # each token of a text shows what stands for it, and no other one
+        frequent, wanted = corpus.frequent(sum(lengths)), torch.arange(sum(lengths))
+        return [*known, *frequent[wanted % len(frequent)].split(lengths[0])]
     return [*known, *map(corpus.uniform, lengths)]
 
 

@@ -60,7 +60,7 @@ def strongest_of(family: str, least: float, kept: Callable[[str], float]) -> str
         family: see ``strongest``. least: the share. kept: measures it for a spec.
 
     Raises:
-        NotApplicableError: the weakest keeps less.
+        NotApplicableError: the weakest keeps less, or less than the strongest does.
     """
     at = specs_of(family)
     weakest = at(0.0)
@@ -70,7 +70,14 @@ def strongest_of(family: str, least: float, kept: Callable[[str], float]) -> str
             f"{weakest} keeps {share:.0%} of the next tokens, where {least:.0%} are asked for"
         )
     low, high = 0.0, 1.0
-    if at(high) == weakest or kept(at(high)) >= least:
+    if at(high) == weakest:
+        return weakest
+    most = kept(at(high))
+    if most > share:
+        raise NotApplicableError(
+            f"{at(high)} keeps {most:.0%} of the next tokens and {weakest} {share:.0%}: give the weakest strength first"
+        )
+    if most >= least:
         return at(high)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -89,10 +96,11 @@ def specs_of(family: str) -> Callable[[float], str]:
     Raises:
         InputError: it has several ranges, or one that is not of two numbers above 0.
     """
-    ranges = RANGE.findall(family)
-    if not ranges and ".." not in family:
+    name, colon, given = family.partition(":")  # a name may be that of a file in the folder above
+    ranges = RANGE.findall(given)
+    if not ranges and ".." not in given:
         return lambda _: family
-    if len(ranges) != 1 or family.count("..") != 1:
+    if len(ranges) != 1 or given.count("..") != 1 or "..." in given:
         raise InputError(f"{family!r} has to hold one range of strengths, such as gaussian:sigma=0.001..1")
     try:
         first, last = (float(end) for end in ranges[0])
@@ -105,6 +113,6 @@ def specs_of(family: str) -> Callable[[float], str]:
     def at(place: float) -> str:
         value = first * (last / first) ** place
         shown = str(round(value)) if whole else f"{value:.3g}"
-        return RANGE.sub(shown, family)
+        return name + colon + RANGE.sub(shown, given)
 
     return at

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from hiddenlab.channels import Channel
 from hiddenlab.code_files import load_named
 from hiddenlab.errors import InputError
+from hiddenlab.eval.assess.command import check_minutes
 from hiddenlab.eval.assess.trade import specs_of
 from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
 from hiddenlab.types import STREAMS
@@ -66,15 +68,15 @@ def leaderboard(
         stream: what the defense releases of a layer, as for ``hiddenlab attack``: ``k`` or ``v`` for one on a KV cache.
 
     Raises:
-        InputError: a file of one's own cannot be loaded, or there is no such stream.
+        InputError: there is no such defense or stream, or minutes are not above 0.
     """
     if stream not in STREAMS:
         raise InputError(f"unknown stream {stream!r}; known are {', '.join(STREAMS)}")
+    check_minutes(minutes)
     source, cells = setting.source(limit=20, max_tokens=40), list[Cell]()
     released: dict[str, Any] = {} if stream == "resid" else {"stream": stream}
     for spec in split_specs(defenses):
-        for stage in spec.split("|"):
-            load_named("defenses", stage)
+        _check_stages(spec)
         for layer in setting.at((1, 6)):
             spec_of = attack_cell(setting, {}, layer, spec, **released, **source).spec
             keys = {"defense": spec, "model": setting.model, "stream": spec_of["stream"], "layer": layer}
@@ -95,6 +97,13 @@ def _asked(setting: Setting, source: dict[str, Any], minutes: float) -> str:
     )
 
 
+def _check_stages(spec: str) -> None:
+    """Refuse a defense that there is not, before anything is measured; its stages are joined by ``|``."""
+    for stage in spec.split("|"):
+        load_named("defenses", stage)
+    Channel.parse(spec.split("|"))
+
+
 def trade_off(
     setting: Setting, families: str = FAMILIES, maps: str = MAPS, loss: float = 0.1, minutes: float = 4.0
 ) -> Experiment:
@@ -103,20 +112,23 @@ def trade_off(
     A weaker noise leaks more. So if the strongest one that is allowed leaks, its whole kind does.
 
     Args:
-        families: specs with a range of strengths, the weakest first, such as ``gaussian:sigma=0.001..1``.
+        families: specs with a range of strengths, the weakest first, such as ``gaussian:sigma=0.001..1``; those of
+            files of your own (``FILE.py:KEY=0.1..1``) too.
         maps: secrets that who holds the key undoes, and which cost no quality; the stages of one joined by ``|``.
         loss: share of the model's next tokens that the noise may change.
         minutes: for all attacks on one row; as much again may go to the same attacks without the defense.
 
     Raises:
-        InputError: a range that is none, or a loss outside 0 to 1.
+        InputError: a range that is none, a loss outside 0 to 1, no such defense, or minutes that are not above 0.
     """
+    check_minutes(minutes)
     if not 0 <= loss < 1:
         raise InputError(f"loss is from 0 to below 1, not {loss:g}")
     source, cells = setting.source(limit=10, max_tokens=24), list[Cell]()
     for family in split_specs(families):
-        specs_of(family)
+        _check_stages(specs_of(family)(0.0))
         for secret in split_specs(maps):
+            _check_stages(secret)
             for layer in setting.at((6,)):
                 spec = attack_cell(setting, {}, layer, **source).spec
                 asked = {"family": family, "map": secret, "loss": loss, "minutes": minutes}
@@ -143,8 +155,9 @@ def ensemble(setting: Setting, minutes: float = 10.0, channels: str = "") -> Exp
             if empty.
 
     Raises:
-        InputError: no attack is known for a channel.
+        InputError: no attack is known for a channel, or minutes are not above 0.
     """
+    check_minutes(minutes)
     source, cells = setting.source(limit=20, max_tokens=40), list[Cell]()
     asked = split_specs(channels) if channels else [channel for channel, _, _ in RIVALS]
     known = {channel: (layer, attack) for channel, layer, attack in RIVALS}
