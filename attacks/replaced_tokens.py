@@ -15,8 +15,16 @@ from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.ranking import LazyModel
 from hiddenlab.models import Prefix, Request, TruncatedModel
+from hiddenlab.scoring import places_of
 from hiddenlab.stages import Replacement, Vocabulary, are_replaced
-from hiddenlab.types import AttackResult, KnownText, Observation, ObservationInfo, TokenPrediction
+from hiddenlab.types import (
+    AttackResult,
+    GroundTruth,
+    KnownText,
+    Observation,
+    ObservationInfo,
+    TokenPrediction,
+)
 
 MOST_CONTRARY = 0.1  # share of pairs that may contradict others: a token that was verified by chance
 
@@ -104,7 +112,7 @@ class ReplacedTokens(Attack):
         self._kept: tuple[tuple[tuple[str, ...], TruncatedModel], Replacement | None, Vocabulary] | None = (
             None
         )
-        self._read: dict[tuple[int, ...], tuple[Tensor, tuple[dict[int, int], int]]] = {}
+        self._read: dict[tuple[int, ...], tuple[Tensor, list[tuple[int, int]]]] = {}
 
     def reset(self) -> None:
         """Forget what the matching learned from earlier prompts."""
@@ -178,33 +186,34 @@ class ReplacedTokens(Attack):
         Raises:
             NotApplicableError: less than half of their tokens is read surely, or they are of several keys.
         """
-        found = [self._pairs(text) for text in texts]
-        total, read = sum(len(text.tokens) for text in texts), sum(count for _, count in found)
-        if 2 * read < total:  # what is guessed instead says nothing of the defense
-            raise NotApplicableError(f"of {total} tokens of known texts {read} were read surely: too few")
-        pairs, back, contrary = dict[int, int](), dict[int, int](), 0
-        for own, _ in found:
-            for shown, token in own.items():
-                contrary += pairs.setdefault(shown, token) != token or back.setdefault(token, shown) != shown
-        if contrary > MOST_CONTRARY * len(pairs):
+        total = sum(len(text.tokens) for text in texts)
+        found = [pair for text in texts for pair in self._pairs(text)]
+        if 2 * len(found) < total:  # what is guessed instead says nothing of the defense
+            raise NotApplicableError(
+                f"of {total} tokens of known texts {len(found)} were read surely: too few"
+            )
+        origins, back, contrary = dict[int, int](), dict[int, int](), 0
+        for shown, token in found:
+            contrary += origins.setdefault(shown, token) != token or back.setdefault(token, shown) != shown
+        if contrary > MOST_CONTRARY * len(found):
             raise NotApplicableError("known texts contradict each other: they passed under several keys")
-        return Codebook(pairs)
+        return Codebook(origins)
 
-    def _pairs(self, text: KnownText) -> tuple[dict[int, int], int]:
-        """Return the token behind each one that surely ran for a text that the attacker has, and how many were read.
+    def _pairs(self, text: KnownText) -> list[tuple[int, int]]:
+        """Return each token that surely ran for a text that the attacker has, with the text's own one at its place.
 
         Prompts of one key share their known texts, which are read once.
         """
         kept = self._read.get(text.tokens)
         if kept is None or not torch.equal(kept[0], text.shown.states):
             read = self.matching.recover(text.shown)
-            pairs = {
-                token.token: text.tokens[place]
-                for place, token in enumerate(read.tokens[: len(text.tokens)])
-                if token.verified
-            }
-            read_surely = sum(token.verified for token in read.tokens[: len(text.tokens)])
-            self._read[text.tokens] = kept = text.shown.states, (pairs, read_surely)
+            places = places_of(read, GroundTruth(text.tokens))
+            pairs = [
+                (token.token, text.tokens[place])
+                for place, token in zip(places, read.tokens, strict=True)
+                if token.verified and place < len(text.tokens)
+            ]
+            self._read[text.tokens] = kept = text.shown.states, pairs
         return kept[1]
 
     def _decode(
