@@ -129,7 +129,7 @@ def trade_off(
         _check_stages(specs_of(family)(0.0))
         for secret in split_specs(maps):
             _check_stages(secret)
-            for layer in setting.at((6,)):
+            for layer in setting.at((1, 6)):
                 spec = attack_cell(setting, {}, layer, **source).spec
                 asked = {"family": family, "map": secret, "loss": loss, "minutes": minutes}
                 keys = {"noise": family, "secret map": secret, "layer": layer}
