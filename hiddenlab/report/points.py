@@ -81,6 +81,7 @@ def points_by_row(
     titles = ["\n".join(wrap(title, NAME_LETTERS, break_on_hyphens=False)) for title in _names_of(rows)]
     axis.set_yticks(range(len(rows)), titles, fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.set_xlim(left=min(0.0, axis.get_xlim()[0]))
     axis.grid(color="#e3e5e8", linewidth=0.8)
 
 
