@@ -182,12 +182,14 @@ def test_rows_of_no_token_are_no_tokens_of_an_unknown_prompt(tiny_model: Truncat
 
 
 def test_right_tokens_of_some_rows_mislead_nobody(tiny_model: Truncated) -> None:
-    (shown,) = released(tiny_model("llama", 1), [5, 7])
+    model = tiny_model("llama", 1)
+    (shown,) = released(model, [5, 7])
     partial = replace(shown, info=replace(shown.info, positions=(0, 2)))
     truth = case(0, [5, 6, 7])
     for ids, misled in (([5, 7], False), ([5, 6], True)):
         read = Attempt("a", status=RAN, results={0: result(ids, True, (0, 2))})
-        assert is_misled(Reading(truth, partial, "a", read.results[0], None), [read], 0) == misled
+        reading = Reading(truth, partial, "a", read.results[0], None)
+        assert is_misled(reading, [read], 0, model.embedding) == misled
 
 
 # ---- defenses that say too little of themselves

@@ -391,8 +391,11 @@ def test_tokens_that_ran_and_were_read_do_not_count_as_wrong(tiny_model: Truncat
     right = ensemble.Attempt("a", results={0: AttackResult(tokens, 0, 0, 0.0, "complete")})
     wrong = ensemble.Attempt("a", results={0: AttackResult(tokens[::-1], 0, 0, 0.0, "complete")})
     reading = Reading(Case(0, "p", truth), observation, None, None, None)
-    assert not is_misled(reading, [right], 0) and is_misled(reading, [wrong], 0)
-    assert not is_misled(reading, [], 0)
+    table = model.embedding.clone()
+    assert not is_misled(reading, [right], 0, table) and is_misled(reading, [wrong], 0, table)
+    assert not is_misled(reading, [], 0, table)
+    table[:] = table[0]  # tokens with the same embedding give the same rows
+    assert not is_misled(reading, [wrong], 0, table)
     assert shown_accuracy_of([reading], [right]) == 1.0
     # And the attacker, who knows that tokens were replaced, is sure of none of the prompt's.
     sure = [Belief(model, replaced)(right.results[0])[0] for replaced in (True, False)]

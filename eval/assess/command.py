@@ -413,14 +413,14 @@ def _evidence(
     sure = [one.result is not None and solved(one.result, one.observation) for one in mine]
     exact = [bool(one.score and one.score.exact) for one in mine] if subject.truth else sure
     beyond = sum(whole and n < one.tokens for whole, n, one in zip(exact, guessed, mine, strict=True))
-    endless = {step.name for step in ATTACKS if step.endless}
+    endless, table = {step.name for step in ATTACKS if step.endless}, subject.model.embedding
     return Evidence(
         leak,
         beyond,
         (_secrets(subject, extra), len(extra)),
         short=[one.attack for one in attempts if one.status == OUT_OF_TIME and one.attack not in endless],
         crashed=[one.attack for one in attempts if one.status == CRASHED],
-        misled=sum(is_misled(one, attempts, i) for i, one in enumerate(mine)) if subject.truth else 0,
+        misled=sum(is_misled(one, attempts, i, table) for i, one in enumerate(mine)) if subject.truth else 0,
         undecoded=undecoded_of(mine, attempts),
         unread=sum(reads(one.observation.info) == "first" for one in mine),
         truth=subject.truth,

@@ -6,6 +6,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from hiddenlab.eval.assess.ensemble import Attempt, solved, verified
 from hiddenlab.eval.assess.verdict import leak_of
@@ -171,11 +173,16 @@ def right_of(result: AttackResult | None, case: Case) -> int:
     )
 
 
-def is_misled(reading: Reading, attempts: Sequence[Attempt], number: int) -> bool:
+def is_misled(
+    reading: Reading, attempts: Sequence[Attempt], number: int, table: Float[Tensor, "v d"]
+) -> bool:
     """Return whether an attack was sure of every row of a prompt and wrong, so that no other was tried.
 
-    Right are the tokens that the model ran, whether they are the prompt's or a defense put them in its place: no attack
-    would read more of these rows.
+    Right are the tokens that the model ran, whether they are the prompt's or a defense put them in its place, and those
+    with the same embedding, which give the same rows: no attack would read more of these rows.
+
+    Args:
+        table: the model's input embeddings.
     """
     results = [attempt.results[number] for attempt in attempts if number in attempt.results]
     surest = next((result for result in results if solved(result, reading.observation)), None)
@@ -183,7 +190,10 @@ def is_misled(reading: Reading, attempts: Sequence[Attempt], number: int) -> boo
         return False
     truth = truth_of(reading.case)
     read = dict(zip(places_of(surest, truth), surest.ids, strict=True))
-    return any(place >= len(truth.shown) or truth.shown[place] != token for place, token in read.items())
+    return any(
+        place >= len(truth.shown) or not torch.equal(table[truth.shown[place]], table[token])
+        for place, token in read.items()
+    )
 
 
 def undecoded_of(readings: Sequence[Reading], attempts: Sequence[Attempt]) -> int:
