@@ -141,8 +141,8 @@ def trade_off(
         [
             f"Strongest: the most noise of its kind with which at least {1 - loss:.0%} of the model's next tokens stay "
             "the same, found by halving the range. Of noise without a range there is one strength.",
-            "The strength is found without the map. 'Same next token' is of noise and map together: it is lower where a "
-            "map costs quality as well.",
+            "The strength is found without the map. 'Same next token' is of noise and map together: it is lower where "
+            "a map costs quality as well.",
             *NOTES, _asked(setting, source, minutes),
         ],
         against="top1_agreement",
