@@ -1,4 +1,4 @@
-"""Run the model with quantized weights (Hidden No More, appendix F) or in another dtype; round states to few bits."""
+"""Run the model with quantized weights (Hidden No More, appendix F) or in another dtype; round states to fewer bits."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -7,9 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hiddenlab.errors import InputError
 from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 
+HALVES = ("bfloat16", "float16")
 WHOLE_NUMBERS = {"int8": 127, "int4": 7}  # the largest of each, so that both signs reach as far
 
 
@@ -67,23 +69,33 @@ class ProviderDtype(Stage):
 
 
 class RoundStates(Stage):
-    """Release the states rounded to 8 or 4 bits, as those who store many of them do.
+    """Release the states rounded to 16, 8 or 4 bits, as those who send or store many of them do.
 
     Args:
-        dtype: ``float8_e4m3fn``, ``float8_e5m2``, ``int8`` or ``int4`` (whole numbers from -7 to 7).
+        dtype: ``bfloat16``, ``float16``, ``float8_e4m3fn``, ``float8_e5m2``, ``int8`` or ``int4`` (whole numbers from
+            -7 to 7).
         scale: what a scale is chosen for, so that its largest number is the largest of the dtype: the whole prompt
-            (``tensor``), each ``row``, each ``column``; ``none`` rounds the numbers as they are.
+            (``tensor``), each ``row``, each ``column``; ``none`` rounds the numbers as they are. Default ``row``, and
+            ``none`` for 16 bits, which reach far enough.
         stochastic: round up or down at random, so that the expected number is the exact one. Otherwise to the nearest.
+
+    Raises:
+        InputError: there is a scale for 16 bits.
     """
 
     def __init__(
         self,
-        dtype: Literal["float8_e4m3fn", "float8_e5m2", "int8", "int4"],
-        scale: Literal["none", "tensor", "row", "column"] = "row",
+        dtype: Literal["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int4"],
+        scale: Literal["none", "tensor", "row", "column"] | None = None,
         stochastic: bool = False,
     ) -> None:
-        self.dtype, self.scale, self.stochastic = dtype, scale, stochastic
-        self.spec = f"round:dtype={dtype},scale={scale}" + ",stochastic=true" * stochastic
+        half = dtype in HALVES
+        if half and scale not in (None, "none"):
+            raise InputError(
+                f"round:dtype={dtype} takes no scale: its numbers reach far enough; leave out 'scale'"
+            )
+        self.dtype, self.scale, self.stochastic = dtype, scale or ("none" if half else "row"), stochastic
+        self.spec = f"round:dtype={dtype},scale={self.scale}" + ",stochastic=true" * stochastic
 
     def states(
         self, states: Float[Tensor, "rows d"], generator: torch.Generator
@@ -106,7 +118,8 @@ class RoundStates(Stage):
         return rounded * scale, None, {}
 
     def __repr__(self) -> str:
-        bits, way = 4 if self.dtype == "int4" else 8, ", up or down at random" * self.stochastic
+        bits = 16 if self.dtype in HALVES else 4 if self.dtype == "int4" else 8
+        way = ", up or down at random" * self.stochastic
         return f"{self.spec}: the attacker sees every state, in order, rounded to {bits} bits{way}"
 
 

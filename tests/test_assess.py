@@ -112,6 +112,16 @@ class Endless(Attack):
             time.sleep(0.001)
 
 
+class Patient(Unsure):
+    """Reads every token after half a second of search, and begins anew where it was stopped."""
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        for _ in range(500):
+            self.progress("searching", 0, 0)
+            time.sleep(0.001)
+        return super()._recover(observation)
+
+
 class Choosy(Unsure):
     """Cannot use the first row that it is shown, and reads all others."""
 
@@ -163,7 +173,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
         "never": Never,
         "endless": Endless,
     }
-    made |= {"slowed": Slowed, "choosy": Choosy, "misled": Misled}
+    made |= {"slowed": Slowed, "choosy": Choosy, "misled": Misled, "patient": Patient}
     for name, attack in made.items():
         registry.register("attacks", name, attack)
     registry.register("defenses", "zeros", Zeros)
@@ -288,6 +298,16 @@ def test_time_that_is_left_goes_to_the_later_attacks(tiny_model: Truncated) -> N
     made = [Step("never", weight=3), Step("endless")]
     first, second = attack_all(released(model, [5]), model, 0, 0.4, silent, made)
     assert first.allowed == pytest.approx(0.3, abs=0.01) and second.allowed > 0.3
+
+
+@pytest.mark.parametrize("prompts", [[[5]], [[5], [7]]])
+def test_time_that_later_attacks_cannot_use_goes_back_to_one_that_ran_out_of_it(
+    tiny_model: Truncated, prompts: list[list[int]]
+) -> None:
+    model = tiny_model("llama", 1)
+    made = [Step("patient"), Step("never", weight=9)]
+    patient, _ = attack_all(released(model, *prompts), model, 0, 4.0, silent, made)
+    assert patient.status == RAN and [result.ids for result in patient.results.values()] == prompts
 
 
 def test_what_reads_one_prompt_goes_first_with_the_others(tiny_model: Truncated) -> None:

@@ -240,7 +240,8 @@ def test_coordinates_are_explained_as_by_the_normal_density() -> None:
         matcher = matcher.behind(rows[place : place + 1])
 
 
-def test_what_explains_rows_follows_two_hypotheses_apart() -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_what_explains_rows_follows_two_hypotheses_apart(together: bool) -> None:
     """Long enough for the buffer of coordinates to grow twice."""
     expected, rows = expectation(40), drawn(20, 40, seed=8)
     matcher = behind(COLUMNS, rows @ orthogonal(40, seeded()).float(), rows[:7])
@@ -248,8 +249,11 @@ def test_what_explains_rows_follows_two_hypotheses_apart() -> None:
     assert explained is not None and matcher.frame is not None
     explained.scores(matcher.frame)
     forks = [explained.fork(), explained.fork()]
-    for fork, others in zip(forks, (rows[7:19], drawn(12, 40, seed=9)), strict=True):
-        own = matcher.behind(others)
+    matchers = [matcher.behind(others) for others in (rows[7:19], drawn(12, 40, seed=9))]
+    frames = [one.frame for one in matchers if one.frame is not None]
+    if together:
+        type(explained).follow(list(zip(forks, frames, strict=True)))
+    for fork, own in zip(forks, matchers, strict=True):
         alone = explained_by(own.frame, expected)
         assert alone is not None and own.frame is not None
         assert torch.allclose(fork.scores(own.frame), alone.scores(own.frame), atol=1e-3)

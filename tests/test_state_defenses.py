@@ -14,7 +14,7 @@ from hiddenlab import registry
 from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel, in_order
 from hiddenlab.defenses.decoys import Decoys
-from hiddenlab.defenses.quantize import WHOLE_NUMBERS, RoundStates
+from hiddenlab.defenses.quantize import HALVES, WHOLE_NUMBERS, RoundStates
 from hiddenlab.diagnosis import diagnose
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.measures.attack import utility
@@ -92,11 +92,13 @@ def numbers_of(dtype: str) -> Tensor:
     """Every finite number of a format, ascending."""
     if dtype in WHOLE_NUMBERS:
         return torch.arange(-WHOLE_NUMBERS[dtype], WHOLE_NUMBERS[dtype] + 1.0)
-    every = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).float()
+    kind = getattr(torch, dtype)
+    bits, whole = (16, torch.int16) if dtype in HALVES else (8, torch.uint8)
+    every = torch.arange(2**bits, dtype=torch.int32).to(whole).view(kind).float()
     return every[every.isfinite()].unique()
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [*HALVES, "float8_e4m3fn", "float8_e5m2", "int8", "int4"])
 @settings(max_examples=25)
 @given(size=st.floats(1e-4, 5), seed=st.integers(0, 999))
 def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(
@@ -118,6 +120,17 @@ def test_four_bits_are_fifteen_numbers(tiny_model: LoadModel) -> None:
     observation, _ = release(tiny_model("llama", 2), "round:int4")
     assert max(len(row.unique()) for row in observation.states) <= 15
     assert Channel.parse(["round:int4"]).specs == ("round:dtype=int4,scale=row",)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_sixteen_bits_are_the_nearest_numbers_without_a_scale(tiny_model: LoadModel, dtype: str) -> None:
+    model = tiny_model("llama", 2)
+    observation, _ = release(model, "row-mixing", f"round:{dtype}")
+    mixed, _ = release(model, "row-mixing")
+    assert torch.equal(observation.states, mixed.states.to(getattr(torch, dtype)).float())
+    assert Channel.parse([f"round:{dtype}"]).specs == (f"round:dtype={dtype},scale=none",)
+    with pytest.raises(InputError, match="leave out 'scale'"):
+        Channel.parse([f"round:{dtype},scale=row"])
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "laplace"])

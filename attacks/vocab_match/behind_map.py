@@ -8,14 +8,15 @@ Behind noise right and wrong candidates overlap. There several hypotheses are ke
 distance in the context of its own hypothesis, and by the language model. Nothing is verified.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab.attacks.vocab_match.task import Task, Trials, find_next
-from hiddenlab.matching.batching import ForwardCall, Search
+from hiddenlab.matching.batching import ForwardCall, Search, Together
 from hiddenlab.matching.epsilon import Apart
 from hiddenlab.matching.explained import explained_by
 from hiddenlab.matching.ranking import LanguageModel
@@ -149,32 +150,54 @@ def _grown(
     beam: list[tuple[float, Task]], tried: int, position: int, norms: Float[Tensor, " rows"], apart: Apart
 ) -> Search:
     """Run the likeliest next tokens of all hypotheses together, each behind its own, and return the longer ones."""
-    said, values, tokens = list[Tensor | None](), list[Tensor](), list[Tensor]()
-    for score, trial in beam:
-        said.append(None if trial.lm is None else (yield from trial.lm.next_token(trial.tokens)))
-        assert trial.explained is not None
-        likely = trial.proposer.scores(trial.of_rows([position]), said[-1], (trial.explained.weight, 1.0))
-        best = likely.topk(min(tried, len(likely)))
-        values.append(best.values + score)
-        tokens.append(best.indices)
-    least = torch.cat(values).topk(min(tried, sum(map(len, values)))).values[-1]
-    grown = list[_Grown]()
-    for (score, trial), known, value, token in zip(beam, said, values, tokens, strict=True):
-        batch = token[value >= least]
-        if len(batch) == 0:
-            continue
-        answer: Answer = yield ForwardCall(trial.model, Request(trial.prefix, batch[:0], branches=batch))
-        seen, observed = trial.matcher.view(answer.branches), trial.rows[position : position + 1]
-        distances = trial.matcher.table(candidates=seen, observed=observed)[:, 0]
-        totals = score + apart.evidence(position, distances / norms[position])
-        if known is not None:
-            totals = totals + known.to(totals)[batch]
-        each = zip(totals.tolist(), batch.tolist(), distances.tolist(), strict=True)
-        grown += [
-            _Grown(total, trial, answer, i, _guess(one, position, distance, len(batch)))
-            for i, (total, one, distance) in enumerate(each)
-        ]
-    return grown
+    _follow_together([trial for _, trial in beam])
+    likely = yield Together([_likely(trial, score, tried, position) for score, trial in beam])
+    values = torch.cat([best.values for best, _ in likely])
+    least = values.topk(min(tried, len(values))).values[-1]
+    behind = [
+        _longer(trial, score, best.indices[best.values >= least], said, position, norms, apart)
+        for (score, trial), (best, said) in zip(beam, likely, strict=True)
+    ]
+    return [one for longer in (yield Together(behind)) for one in longer]
+
+
+def _follow_together(trials: Sequence[Task]) -> None:
+    """Compute for all hypotheses of one prompt together what each needs of expected states."""
+    behind = [
+        (trial.explained, trial.matcher.frame)
+        for trial in trials
+        if trial.explained is not None and trial.matcher.frame is not None
+    ]
+    type(behind[0][0]).follow(behind)
+
+
+def _likely(trial: Task, score: float, tried: int, position: int) -> Search:
+    """Return the likeliest next tokens of one hypothesis with the scores so far, and what the language model says."""
+    said = None if trial.lm is None else (yield from trial.lm.next_token(trial.tokens))
+    assert trial.explained is not None
+    each = trial.proposer.scores(trial.of_rows([position]), said, (trial.explained.weight, 1.0))
+    best = (each + score).topk(min(tried, len(each)))
+    return best, said
+
+
+def _longer(
+    trial: Task, score: float, batch: Int[Tensor, " n"], said: Float[Tensor, " v"] | None, position: int,
+    norms: Float[Tensor, " rows"], apart: Apart,
+) -> Search:  # fmt: skip
+    """Run candidates behind one hypothesis, and return it with each of them, weighed by row and language model."""
+    if len(batch) == 0:
+        return []
+    answer: Answer = yield ForwardCall(trial.model, Request(trial.prefix, batch[:0], branches=batch))
+    seen, observed = trial.matcher.view(answer.branches), trial.rows[position : position + 1]
+    distances = trial.matcher.table(candidates=seen, observed=observed)[:, 0]
+    totals = score + apart.evidence(position, distances / norms[position])
+    if said is not None:
+        totals = totals + said.to(totals)[batch]
+    each = zip(totals.tolist(), batch.tolist(), distances.tolist(), strict=True)
+    return [
+        _Grown(total, trial, answer, i, _guess(one, position, distance, len(batch)))
+        for i, (total, one, distance) in enumerate(each)
+    ]
 
 
 def _guess(token: int, row: int, distance: float, evaluated: int) -> TokenPrediction:

@@ -174,8 +174,8 @@ def attack_all(
 
     A quarter of the time goes to a look: each attack, the cheapest first, gets the shortest prompt. Then the attack
     that read most of it gets three quarters of the time that is left for all prompts, and the others follow, what read
-    nothing last. Within each of the two parts an attack leaves the time that it does not use to those behind it.
-    Prompts that are solved are not attacked again.
+    nothing last. Within each of the two parts an attack leaves the time that it does not use to those behind it. Time
+    that is left at the end goes to those that ran out of theirs. Prompts that are solved are not attacked again.
 
     Args:
         seconds: for all attacks together. promise: how much the attacker believes an answer; the larger the better.
@@ -211,7 +211,9 @@ def attack_all(
             if not (left_over := open_to(run, prompts)):
                 continue
             left = begun + ends - time.monotonic()
-            share = run.step.weight / sum(later.step.weight for later in order[number:])
+            share = run.step.weight / sum(
+                later.step.weight for later in order[number:] if later is run or not later.attempt.refused
+            )
             run.go(left_over, left * max(share, lead if number == 0 else 0.0))
 
     if len(observations) > 1:  # with one prompt there is nothing to learn from it for others
@@ -219,7 +221,11 @@ def attack_all(
         looked = [run for run in runs if shortest in run.attempt.results]
         looked.sort(key=lambda run: promise(run.attempt.results[shortest]), reverse=True)
     lead = LEAD if looked else 0.0
-    spend([*looked, *(run for run in runs if run not in looked)], range(len(observations)), seconds, lead)
+    order, everything = [*looked, *(run for run in runs if run not in looked)], range(len(observations))
+    spend(order, everything, seconds, lead)
+    spent = -1.0
+    while time.monotonic() < begun + seconds and spent < (spent := sum(run.attempt.seconds for run in runs)):
+        spend([run for run in order if run.attempt.status == OUT_OF_TIME], everything, seconds, 0.0)
     return [run.attempt for run in runs]
 
 

@@ -3,23 +3,44 @@
 from hiddenlab.eval.cells import Experiment, Setting, attack_cell, split_specs
 
 CHANNELS = "orthogonal,row-mixing,row-mixing:kind=orthogonal,orthogonal:fresh=row"
+RELEASES = "float32,bfloat16"
 
 
-def invariants(setting: Setting, channels: str = CHANNELS, sigmas: str = "0") -> Experiment:
+def invariants(
+    setting: Setting,
+    channels: str = CHANNELS,
+    sigmas: str = "0,0.01,0.1",
+    releases: str = RELEASES,
+    candidates: int = 4096,
+) -> Experiment:
     """Attack states behind secret orthogonal maps, maps of each row, and row mixing, by what these leave.
 
     Args:
         channels: maps, separated by commas.
-        sigmas: standard deviations of Gaussian noise on the input embeddings, separated by commas; 0 is none.
+        sigmas: of Gaussian noise on the states before they are mapped, separated by commas: its length as a share of a
+            row's; 0 is none.
+        releases: dtypes that the mapped rows are rounded to (``float32``, ``bfloat16``, ``float16``), separated by
+            commas. Behind noise, which is far above rounding, rows are float32.
+        candidates: for each token at most.
     """
-    source = setting.source(limit=20)
+    source = setting.source(limit=20, max_tokens=24)
     cells = []
     for channel in split_specs(channels):
         for layer in setting.at((1, 6, 11)):
             for sigma in map(float, sigmas.split(",")):
-                whole = f"gaussian:sigma={sigma!r}|{channel}" if sigma else channel
-                keys = {"channel": channel, "layer": layer, "sigma": sigma}
-                cells.append(attack_cell(setting, keys, layer, whole, **source))
+                for release in split_specs(releases):
+                    rounded = release != "float32"
+                    if sigma and rounded:
+                        continue
+                    stages = (
+                        [f"output-noise:sigma={sigma!r}"] * bool(sigma)
+                        + [channel]
+                        + [f"round:{release}"] * rounded
+                    )
+                    keys = {"channel": channel, "layer": layer, "sigma": sigma, "release": release}
+                    cells.append(
+                        attack_cell(setting, keys, layer, "|".join(stages), budget=candidates, **source)
+                    )
     return Experiment(
         "Rows behind secret linear maps",
         cells,
@@ -30,8 +51,11 @@ def invariants(setting: Setting, channels: str = CHANNELS, sigmas: str = "0") ->
         [
             "No paper has such a table. A secret orthogonal map keeps inner products of rows; with a map for each row "
             "only norms are left; mixed rows keep the space that they span. Maps are drawn anew for every prompt.",
+            "Sigma is of noise on the states, as a share of a row's length. Maps are of float32 rows, and what is "
+            "released is rounded.",
             f"Model {setting.model}, {source['limit']} prompts of {source['prompts'] or 'the shipped set'} of up to "
-            f"{source['max_tokens']} tokens. Two weights and a bound of the proposals were chosen on ten of the "
-            "shipped prompts at layer 1. Seconds leave out tables and thresholds, which are made once for each layer.",
+            f"{source['max_tokens']} tokens, at most {candidates:,} candidates for each token. Two weights and a bound "
+            "of the proposals were chosen on ten of the shipped prompts at layer 1. Seconds leave out tables and "
+            "thresholds, which are made once for each layer.",
         ],
     )  # fmt: skip

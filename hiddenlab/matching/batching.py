@@ -1,14 +1,15 @@
 """Run several searches at once by packing their forward calls into shared passes.
 
-Each search is a generator that yields forward calls and gets answers back.
+Each search is a generator that yields forward calls and gets answers back. One whose parts do not wait for each other
+yields them as searches of their own (``Together``).
 """
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hiddenlab.models import Answer, Request, TruncatedModel
+from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.types import Progress, silent
 
 
@@ -34,21 +35,65 @@ class Cost:
     seconds: float = 0.0
 
 
-Search = Generator[ForwardCall, Answer, Any]
+@dataclass
+class Together:
+    """Parts of a search that run side by side, in shared passes; it gets the list of their results back."""
+
+    parts: Sequence["Search"]
+
+
+Search = Generator[ForwardCall | Together, Any, Any]
 
 
 @dataclass
 class _Running:
+    """A search on its way, or a part of one.
+
+    Attributes:
+        cost: of the whole search, which its parts share. ask: the call that it waits for. parts: those that it waits
+            for instead. over: whether it has ended.
+    """
+
     search: Search
     cost: Cost = field(default_factory=Cost)
     ask: ForwardCall | None = None
+    parts: list["_Running"] = field(default_factory=list)
+    over: bool = False
     result: Any = None
 
-    def advance(self, answer: Answer | None) -> None:
+    def advance(self, answer: Any = None) -> None:
+        """Go on to the next call, through parts that end without one."""
         try:
-            self.ask = next(self.search) if answer is None else self.search.send(answer)
+            asked = self.search.send(answer)
         except StopIteration as stop:
-            self.ask, self.result = None, stop.value
+            self.ask, self.over, self.result = None, True, stop.value
+            return
+        self.ask = asked if isinstance(asked, ForwardCall) else None
+        if isinstance(asked, Together):
+            self.parts = [_Running(part, self.cost) for part in asked.parts]
+            for part in self.parts:
+                part.advance()
+            self.join()
+
+    def join(self) -> None:
+        """Go on behind the parts where all have ended."""
+        if all(part.over for part in self.parts):
+            results, self.parts = [part.result for part in self.parts], []
+            self.advance(results)
+
+    def waiting(self) -> Iterator["_Running"]:
+        """Yield what waits for an answer: the search itself, or parts of it."""
+        if self.ask is not None:
+            yield self
+        for part in self.parts:
+            yield from part.waiting()
+
+    def settle(self) -> None:
+        """Go on behind parts that have ended, the innermost first."""
+        if self.parts:
+            for part in self.parts:
+                part.settle()
+            self.join()
 
 
 def run_batched(
@@ -71,36 +116,36 @@ def run_batched(
         task.cost.seconds = share / len(running)
     started = now()
     for task in running:
-        task.advance(None)
-    _divide(running, now() - started)
-    while active := [entry for entry in running if entry.ask is not None]:
+        task.advance()
+    _divide([task.cost for task in running], now() - started)
+    while active := [(leaf, leaf.ask) for task in running for leaf in task.waiting() if leaf.ask is not None]:
         started = now()
-        engine = active[0].ask.engine  # type: ignore[union-attr]
-        batch: list[_Running] = []
+        engine = active[0][1].engine
+        batch = list[tuple[_Running, ForwardCall]]()
         size = 0
-        for task in active:
-            assert task.ask is not None
-            if task.ask.engine is engine and (
-                not batch or size + task.ask.request.size <= engine.max_pass_tokens
-            ):
-                batch.append(task)
-                size += task.ask.request.size
-        sizes = [member.ask.request.size for member in batch]  # type: ignore[union-attr]
-        answers = engine.run([member.ask.request for member in batch])  # type: ignore[union-attr]
-        for task, answer, asked in zip(batch, answers, sizes, strict=True):
-            if task.ask is not None and task.ask.counts:
-                task.cost.evaluated += asked
-                task.cost.calls += 1
-            task.advance(answer)
-        _divide(batch, now() - started, sizes)
+        for leaf, ask in active:
+            if ask.engine is engine and (not batch or size + ask.request.size <= engine.max_pass_tokens):
+                batch.append((leaf, ask))
+                size += ask.request.size
+        sizes = [ask.request.size for _, ask in batch]
+        answers = engine.run([ask.request for _, ask in batch])
+        for (leaf, ask), answer, asked in zip(batch, answers, sizes, strict=True):
+            if ask.counts:
+                leaf.cost.evaluated += asked
+                leaf.cost.calls += 1
+            leaf.advance(answer)
+        for task in running:
+            task.settle()
+        served = [leaf.cost for leaf, _ in batch]
+        _divide(served, now() - started, sizes)
         # Searches that were served go behind the others, so that engines take turns.
-        running.sort(key=lambda entry: id(entry) in {id(b) for b in batch})
-        progress("attacking", sum(entry.ask is None for entry in running), len(running))
+        running.sort(key=lambda task: any(task.cost is cost for cost in served))
+        progress("attacking", sum(task.over for task in running), len(running))
     by_search = {id(entry.search): entry for entry in running}
     return [(by_search[id(search)].result, by_search[id(search)].cost) for search in searches]
 
 
-def _divide(batch: Sequence[_Running], seconds: float, sizes: Sequence[int] | None = None) -> None:
-    weights = sizes or [1] * len(batch)
-    for task, weight in zip(batch, weights, strict=True):
-        task.cost.seconds += seconds * weight / sum(weights)
+def _divide(costs: Sequence[Cost], seconds: float, sizes: Sequence[int] | None = None) -> None:
+    weights = sizes or [1] * len(costs)
+    for cost, weight in zip(costs, weights, strict=True):
+        cost.seconds += seconds * weight / sum(weights)

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import copy
 
 import torch
@@ -43,6 +44,11 @@ class Explained(ABC):
             frame: of the same observation in every call, behind ever more states.
         """
 
+    @staticmethod
+    def follow(several: "Sequence[tuple[Explained, Frame]]") -> None:
+        """Compute for several hypotheses together what each needs of expected states; by default they need nothing."""
+        return
+
     def fork(self) -> "Explained":
         """Return the same, to follow other states from here on."""
         return copy(self)
@@ -66,6 +72,8 @@ class ByNorm(Explained):
 class BySpan(Explained):
     """By the released space: the likeliest state within it for each token. It is the same at every position.
 
+    So it is computed once, for all hypotheses that go on from the first one (``fork``).
+
     The few tokens that it allows all come before those that only the language model expects.
     """
 
@@ -73,19 +81,19 @@ class BySpan(Explained):
 
     def __init__(self, expected: ExpectedStates) -> None:
         super().__init__(expected)
-        self._scores: Tensor | None = None
+        self._kept = list[Tensor]()  # of all forks
 
     def scores(self, frame: Frame) -> Float[Tensor, " v"]:
         assert isinstance(frame, Span)
-        if self._scores is None:
+        if not self._kept:
             space = torch.linalg.qr((frame.space.float() @ self.expected.whitening).T).Q
             inside = self.expected.along(space, whitened=True).square().sum(1)
             free = space.shape[0] - space.shape[1]
             # Of a token of the prompt this is the squared length of errors of unit variance.
             outside = (self.expected.whitened_lengths - inside - free) / math.sqrt(2 * max(free, 1))
             # Which of the prompt's tokens has a larger error says nothing of which comes next.
-            self._scores = _bounded(-(outside - USUAL).clamp(min=0))
-        return self._scores
+            self._kept.append(_bounded(-(outside - USUAL).clamp(min=0)))
+        return self._kept[0]
 
 
 class ByGram(Explained):
@@ -110,13 +118,25 @@ class ByGram(Explained):
 
     def scores(self, frame: Frame) -> Float[Tensor, " v"]:
         assert isinstance(frame, Gram)
-        for direction in frame.known.directions[len(self._directions) :].float():
-            self._follow(direction)
+        self.follow([(self, frame)])
         row = frame.shown[frame.count].float()
         seen = torch.linalg.solve_triangular(self._triangle, row[: frame.count, None], upper=False)[:, 0]
         inside = -(self._squares - 2 * (self._known @ seen) + seen.square().sum()) / 2
         rest = self.expected.lengths - self._inside + self._free
         return _bounded(inside + _of_length(rest, row[frame.count], self.expected))
+
+    @staticmethod
+    def follow(several: Sequence[tuple[Explained, Frame]]) -> None:
+        """Add the directions of known rows that are new; the large table of expected states is read once for all."""
+        behind = [(one, one._new(frame)) for one, frame in several if isinstance(one, ByGram)]
+        behind = [(one, directions) for one, directions in behind if len(directions)]
+        if not behind:
+            return
+        along = behind[0][0].expected.along(torch.cat([directions for _, directions in behind]).T)
+        parts = along.split([len(directions) for _, directions in behind], 1)
+        for (one, directions), part in zip(behind, parts, strict=True):
+            for direction, column in zip(directions, part.T, strict=True):
+                one._add(direction, column)
 
     def fork(self) -> "ByGram":
         other = copy(self)
@@ -127,14 +147,18 @@ class ByGram(Explained):
     def _known(self) -> Float[Tensor, "v t"]:
         return self._columns[:, : len(self._directions)]
 
-    def _follow(self, direction: Float[Tensor, " d"]) -> None:
-        """Add the direction of one more known row; of one that adds none it is zero."""
+    def _new(self, frame: Frame) -> Float[Tensor, "k d"]:
+        """Return the directions of known rows that are not added yet; of a row that adds none it is zero."""
+        assert isinstance(frame, Gram)
+        return frame.known.directions[len(self._directions) :].float()
+
+    def _add(self, direction: Float[Tensor, " d"], along: Float[Tensor, " v"]) -> None:
+        """Add the direction of one more known row, with every expected state's part along it."""
         errors = self.expected.covariance @ direction
         variance = float(direction @ errors)
         others = (self._directions @ errors)[:, None]
         inner = torch.linalg.solve_triangular(self._triangle, others, upper=False)[:, 0]
         pivot = math.sqrt(max(variance - float(inner.square().sum()), 1e-12)) if variance else 1.0
-        along = self.expected.along(direction[:, None])[:, 0]
         column = (along - self._known @ inner) / pivot
         grown = torch.nn.functional.pad(self._triangle, (0, 1, 0, 1))
         grown[-1, :-1], grown[-1, -1] = inner, pivot

@@ -91,7 +91,8 @@ class ExpectedStates:
             whitened: of the whitened states, in place of the states themselves.
         """
         directions = directions if whitened else self.root @ directions
-        return torch.cat([part @ directions for part in self._parts(self.table, self.scale)])
+        halves = zip(self.table.split(PART), self.scale.split(PART), strict=True)
+        return torch.cat([(part.float() @ directions) * scale[:, None] for part, scale in halves])
 
     @cached_property
     def covariance(self) -> Float[Tensor, "d d"]:
