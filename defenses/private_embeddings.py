@@ -1,6 +1,7 @@
 """Add noise of differential privacy to the input embeddings: d_χ-privacy, Split-and-Denoise, DP-Forward."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -14,6 +15,7 @@ from hiddenlab.stages import Stage
 from hiddenlab.types import ObservationInfo
 
 HALVINGS = 200  # of an interval, more than double precision can tell
+MOST_EPSILON = 500  # exp of more leaves the numbers of double precision soon
 FAR = 1e6  # no smaller R is needed for any delta above the smallest number
 
 
@@ -38,6 +40,10 @@ class DChi(Stage):
     ) -> Float[Tensor, "m d"]:
         noise = _even_noise(len(embeddings), embeddings.shape[1], self.eta, generator)
         return (embeddings.float() + noise.to(embeddings.device)).to(embeddings.dtype)
+
+    def averaged(self, count: int) -> "DChi":
+        # The mean's direction is even too, and its deviation is the same.
+        return self if count == 1 else DChi(self.eta * count**0.5)
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         return with_laplace(info, self.eta, "sphere")
@@ -110,8 +116,10 @@ class DPForward(Stage):
         )
         if not 0 < delta < 1:
             raise InputError(f"dp-forward needs delta between 0 and 1, not {delta}")
-        if epsilon > 500:
-            raise InputError(f"dp-forward needs epsilon of at most 500, not {epsilon}; numbers end above")
+        if epsilon > MOST_EPSILON:
+            raise InputError(
+                f"dp-forward needs epsilon of at most {MOST_EPSILON}, not {epsilon}; numbers end above"
+            )
         self.delta = delta
         self.sigma = self.clip / privacy_of_unit_noise(self.epsilon, delta)
         self.spec = f"dp-forward:epsilon={self.epsilon!r},delta={delta!r},clip={self.clip!r}"
@@ -123,6 +131,11 @@ class DPForward(Stage):
         rows = rows * (self.clip / rows.norm()).clamp(max=1.0)
         noise = torch.randn(rows.shape, generator=generator, device=generator.device)
         return (rows + self.sigma * noise.to(rows.device)).to(embeddings.dtype)
+
+    def averaged(self, count: int) -> "DPForward":
+        # The mechanism that would have drawn the mean's noise, within the epsilons that there are.
+        epsilon = privacy_lost(self.clip / self.sigma * count**0.5, self.delta)
+        return self if count == 1 or epsilon > MOST_EPSILON else DPForward(epsilon, self.delta, self.clip)
 
     def publish(self, info: ObservationInfo) -> ObservationInfo:
         noised = replace(info, noise_sigma=math.hypot(info.noise_sigma or 0.0, self.sigma))
@@ -141,13 +154,25 @@ def privacy_of_unit_noise(epsilon: float, delta: float) -> float:
     It is (ε, δ)-private for a sensitivity R where Φ(R/2 − ε/R) − exp(ε)·Φ(−R/2 − ε/R) is at most δ (Balle and Wang,
     1805.06530), which grows with R.
     """
-    low, high = 0.0, FAR
+    return _last(lambda sensitivity: _spent(sensitivity, epsilon) <= delta, FAR)
+
+
+def privacy_lost(sensitivity: float, delta: float) -> float:
+    """Return the ε for which Gaussian noise of deviation 1 is (ε, δ)-private for a sensitivity, or more than 500."""
+    return _last(lambda epsilon: _spent(sensitivity, epsilon) > delta, 1.2 * MOST_EPSILON)
+
+
+def _spent(sensitivity: float, epsilon: float) -> float:
+    half, ratio = sensitivity / 2, epsilon / sensitivity
+    return _normal(half - ratio) - math.exp(epsilon) * _normal(-half - ratio)
+
+
+def _last(holds: Callable[[float], bool], most: float) -> float:
+    """Return the largest number, up to ``most``, for which something holds that holds for all smaller ones."""
+    low, high = 0.0, most
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        spent = _normal(middle / 2 - epsilon / middle) - math.exp(epsilon) * _normal(
-            -middle / 2 - epsilon / middle
-        )
-        low, high = (middle, high) if spent <= delta else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low
 
 

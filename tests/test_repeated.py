@@ -68,6 +68,35 @@ def test_the_mean_of_releases_has_a_quarter_of_the_noise_of_one(
         assert mean.info.noise_sigma is not None and math.isclose(mean.info.noise_sigma, 0.0025)
 
 
+@pytest.mark.parametrize("spec", ["dchi:eta=3000", "dp-forward:epsilon=8,clip=30"])
+def test_noise_of_differential_privacy_is_averaged_within_its_own_kind(
+    tiny_model: Truncated, spec: str
+) -> None:
+    """The mean's noise, measured, is that of the stage which it is said to have passed, and a quarter of one's."""
+    model = tiny_model("llama", 0, "embed")
+    (stage,) = Channel.parse([spec]).defenses
+    weaker = stage.averaged(COUNT)
+    plain = model.encode(torch.tensor(TOKENS)).double()
+
+    def noise(channel: Channel, count: int) -> float:
+        shown = [channel.release(model, TOKENS, seed)[0].states.double() for seed in range(count)]
+        return float((torch.stack(shown).mean(0) - plain).square().mean().sqrt())
+
+    one, said = (noise(Channel([each]), 1) for each in (stage, weaker))
+    assert said == pytest.approx(one / 4, rel=0.15)
+    assert noise(Channel([stage]), COUNT) == pytest.approx(said, rel=0.15)
+    assert type(weaker) is type(stage) and reads(shown(model, spec).info) == "mean"
+    assert shown(model, spec).info.channel == (weaker.spec,)
+    assert stage.averaged(1) is stage
+
+
+def test_noise_so_weak_that_no_epsilon_names_it_is_not_averaged(tiny_model: Truncated) -> None:
+    (stage,) = Channel.parse(["dp-forward:epsilon=400"]).defenses
+    assert stage.averaged(10**6) is stage
+    # A mean of clipped rows is not a clipped mean.
+    assert reads(shown(tiny_model("llama", 2), "snd:eta=3000").info) == "first"
+
+
 def test_a_mean_of_the_facts_alone_is_the_same(tiny_model: Truncated) -> None:
     model = tiny_model("llama", 2)
     code, facts = (
