@@ -125,7 +125,8 @@ class Findings(TypedDict):
     """Everything that an assessment found, as ``hiddenlab assess --json`` prints it; None is: not measured.
 
     ``leak`` is the share of the tokens that cannot be guessed and came back; without a truth, of the tokens that
-    attacks verified. ``oracle`` is the same if the best attack of each prompt were known. ``shown_accuracy`` is the
+    attacks verified. ``oracle`` is the same if the best attack of each prompt were known. ``rare_accuracy`` is
+    the share of the tokens read that a language model expects with less than 1 %. ``shown_accuracy`` is the
     share of the tokens read that ran in place of the prompts', where the defense replaced some.
     """
 
@@ -148,6 +149,7 @@ class Findings(TypedDict):
     token_accuracy: Share | None
     verified: Share
     rouge_l: Interval | None
+    rare_accuracy: Interval | None
     secrets: Secrets | None
     shown_accuracy: Share | None
     oracle: Interval | None

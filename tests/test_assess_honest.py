@@ -29,7 +29,7 @@ from hiddenlab.eval.assess.ensemble import (
     ended_with_all,
 )
 from hiddenlab.eval.assess.kept import of_attacks
-from hiddenlab.eval.assess.readings import Reading, by_one_attack, is_misled
+from hiddenlab.eval.assess.readings import RARE, Belief, Reading, by_one_attack, is_misled, rare_accuracy_of
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.report.markdown import write_report
@@ -359,3 +359,32 @@ def test_nothing_but_json_is_printed_although_a_defense_prints(
     asked = ["assess", str(code), "--model", model, "--prompts", prompts, *options]
     found = CliRunner().invoke(app, asked)
     assert json.loads(found.stdout)["defense"] == [str(code)] and found.exit_code in (1, 3)
+
+
+def test_rare_tokens_are_those_that_the_model_does_not_expect(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 1)
+    whole, tokens = model.sibling(stream="logits"), [5, 77, 3, 3, 200, 41, 8]
+    slow = {
+        place
+        for place in range(1, len(tokens))
+        if float(whole.encode(torch.tensor(tokens[:place]))[-1].softmax(0)[tokens[place]]) < RARE
+    }
+    assert slow and Belief(model).rare(tokens) == slow and Belief(model).rare([5]) == set()
+    observation = released(model, tokens)[0]
+    case, first = Case(0, "p", GroundTruth(tuple(tokens))), sorted(slow)[0]
+    for ids, share in (
+        (tokens, 1.0),
+        ([0] * len(tokens), 0.0),
+        ([0] * first + tokens[first : first + 1], None),
+    ):
+        read = AttackResult(
+            tuple(TokenPrediction(token, i, 0.0, None, 1, False) for i, token in enumerate(ids)),
+            0,
+            0,
+            0.0,
+            "complete",
+        )
+        found = rare_accuracy_of([Reading(case, observation, "a", read, None)], Belief(model))
+        assert found is not None and found.value == pytest.approx(1 / len(slow) if share is None else share)
+    none = Case(0, "p", GroundTruth((5,)))
+    assert rare_accuracy_of([Reading(none, observation, None, None, None)], Belief(model)) is None

@@ -256,7 +256,7 @@ def test_rows_of_a_file_count_what_attacks_verify(tiny: Callable[..., str], tmp_
     rows, _ = rows_of(tiny, tmp_path)
     found = assess(AttackConfig(observation=rows), 1.0, keep=False)
     assert found.status == "BROKEN" and "the attacks verified themselves" in found.sentence
-    unknown = ("control", "exact", "token_accuracy", "rouge_l", "secrets", "oracle")
+    unknown = ("control", "exact", "token_accuracy", "rouge_l", "rare_accuracy", "secrets", "oracle")
     assert all(found.findings[name] is None for name in unknown) and found.findings["undefended"] == []
     assert found.findings["leakiest"]["text"] is None and found.findings["verified"] == 1
     assert "reason" in found.findings["utility"] and "reason" in found.findings["cost"]

@@ -1,6 +1,7 @@
 """Choose what the attacker believes of each prompt, and compare it with the truth where one is known."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from hiddenlab.row_facts import extra_rows
 from hiddenlab.scoring import Score, places_of, score
 from hiddenlab.types import AttackResult, GroundTruth, Observation
 
+RARE = 0.01  # the probability below which a language model does not expect a token
 DECODES = "replaced-tokens"  # the step that reads what tokens stood for which ran in place of the prompt's
 
 
@@ -88,14 +90,25 @@ class Belief:
     def __call__(self, result: AttackResult) -> tuple[int, float]:
         return 0 if self._replaced else verified(result), self._likelihood(result.ids)
 
-    @torch.inference_mode()
+    def rare(self, ids: Sequence[int]) -> set[int]:
+        """Return where tokens stand that the model expects with less than 1 % behind those before them.
+
+        They are names, numbers and the like: what a text says that others do not. The first token is none of them.
+        """
+        if len(ids) < 2:
+            return set()
+        return {place + 1 for place in (self._said(ids) < math.log(RARE)).nonzero()[:, 0].tolist()}
+
     def _likelihood(self, ids: Sequence[int]) -> float:
         """Return the mean log-probability of a text's tokens behind its first."""
-        if len(ids) < 2:
-            return float("-inf")
+        return float("-inf") if len(ids) < 2 else float(self._said(ids).mean())
+
+    @torch.inference_mode()
+    def _said(self, ids: Sequence[int]) -> Float[Tensor, " n"]:
+        """Return the log-probability of each token behind the first."""
         tokens = torch.tensor(list(ids))
         said = self._whole.encode(tokens)[:-1].float().log_softmax(-1)
-        return float(said.gather(1, tokens[1:, None].to(said.device)).mean())
+        return said.gather(1, tokens[1:, None].to(said.device))[:, 0]
 
 
 def readings_of(
@@ -163,14 +176,25 @@ def right_of(result: AttackResult | None, case: Case) -> int:
     """Return how many tokens were read rightly, each at its place; without a truth, how many are verified."""
     if result is None:
         return 0
-    if case.truth is None:
-        return verified(result)
-    truth = case.truth
-    places = places_of(result, truth)
-    return sum(
-        place < len(truth.tokens) and truth.tokens[place] == token
-        for place, token in zip(places, result.ids, strict=True)
-    )
+    return verified(result) if case.truth is None else sum(1 for _ in _right_places(result, case.truth))
+
+
+def _right_places(result: AttackResult, truth: GroundTruth) -> Iterator[int]:
+    for place, token in zip(places_of(result, truth), result.ids, strict=True):
+        if place < len(truth.tokens) and truth.tokens[place] == token:
+            yield place
+
+
+def rare_accuracy_of(readings: Sequence[Reading], belief: Belief) -> Estimate | None:
+    """Estimate the share of rare tokens that were read (``Belief.rare``); None where prompts have none."""
+    right, counts = list[int](), list[int]()
+    for reading in readings:
+        truth = truth_of(reading.case)
+        if rare := belief.rare(truth.tokens):
+            places = set() if reading.result is None else set(_right_places(reading.result, truth))
+            right.append(len(rare & places))
+            counts.append(len(rare))
+    return leak_of(right, [0] * len(counts), counts) if counts else None
 
 
 def is_misled(

@@ -148,6 +148,8 @@ def show(result: Mapping[str, Any]) -> None:
             ["exact prompts", _interval(result["exact"])],
             ["ROUGE-L", figure("rouge_l", result["rouge_l"]["value"])],
         ]
+        if (rare := result["rare_accuracy"]) is not None:
+            rows.append(["rare tokens read", _interval(rare)])
     rows += map(list, attacker(result))
     if secrets is not None:
         rows.append(["planted secrets read", f"{secrets['read']} of {secrets['planted']}"])

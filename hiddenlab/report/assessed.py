@@ -127,6 +127,8 @@ def figures(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tokens guessed without rows", figure("token_accuracy", found["control"])
     yield "exact prompts", _interval(found["exact"])
     yield "ROUGE-L (1: the whole text)", figure("rouge_l", found["rouge_l"]["value"])
+    if found["rare_accuracy"] is not None:
+        yield "rare tokens read", _interval(found["rare_accuracy"])
     if found["secrets"] is not None:
         yield "planted secrets read", f"{found['secrets']['read']} of {found['secrets']['planted']}"
 
