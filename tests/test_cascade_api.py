@@ -518,7 +518,7 @@ _FIELDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.sampled_from([COMPLETIONS, CHAT]),
     st.dictionaries(st.sampled_from(_FIELDS) | st.text(max_size=6), _ODD, max_size=3),

@@ -536,6 +536,7 @@ def test_statistics_alone_stay_measurable() -> None:
     assert substitution(Setting(), prior="other").cells[1].spec["prior"] == "other"
 
 
+@pytest.mark.slow
 def test_the_attackers_text_is_not_the_users() -> None:
     def tokenizer(text: str) -> dict[str, list[str]]:
         return {"input_ids": text.split()}  # type: ignore[dict-item]

@@ -369,6 +369,7 @@ def test_a_quiet_adversary_has_the_capacity_and_no_more() -> None:
     assert edge.low < 0.5 < edge.high and edge.rate <= edge.bound
 
 
+@pytest.mark.slow
 def test_a_loud_adversary_hopes_not_to_be_inspected() -> None:
     rules = Rules(12, 12, 3, 2)
     one = compare(rules, Live(loud([7]), SyntheticTraffic(12, {2: 1.0}), Warden()), rounds=100)

@@ -60,7 +60,7 @@ def attacked(config: AttackConfig, order: Callable[[list[Any]], list[Any]]) -> l
     ("attack", "defense"),
     [
         ("vocab-match", ()),
-        ("vocab-match", ("hidden-perm",)),
+        pytest.param("vocab-match", ("hidden-perm",), marks=pytest.mark.slow),
         ("vocab-match:without=screening", ("seq-perm",)),
         pytest.param("missing-tokens", ("drop-rows:size=1,after=3",), marks=pytest.mark.slow),
         pytest.param("sipit", (), marks=pytest.mark.slow),

@@ -212,6 +212,7 @@ def test_two_wrong_tokens_are_found_out_and_sought_anew(tiny: Callable[..., str]
         assert sum(ranks) / len(ranks) < 3  # of ten; 4.5 by chance
 
 
+@pytest.mark.slow
 def test_sums_are_weighed_as_one_by_one(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage of the beam against every token's whole distance, in double precision."""
     model, tokens = tiny_model("llama", 1), tokens_of(9, 1)
@@ -375,6 +376,7 @@ def test_many_places_are_weighed_together(tiny_model: LoadModel, monkeypatch: py
     assert not named(names, [shown(model, tokens, 9, missing)])
 
 
+@pytest.mark.slow
 def test_tokens_are_weighed_as_without_their_own_place(tiny_model: LoadModel) -> None:
     """Taking a place's own covariance out of what all may contribute, against factorising what the others may."""
     model, tokens = tiny_model("llama", 1), tokens_of(9, 1)

@@ -275,6 +275,7 @@ def test_what_changes_states_needs_a_probe_of_its_own(
         assert store.probe_for(model, public_of(model, "seq-perm", "gaussian:sigma=0.1"))[1] == 0
 
 
+@pytest.mark.slow
 def test_a_finetuned_model_is_another_model(cache: Path, tiny: TinyPath, tmp_path: Path) -> None:
     """Fine-tuning often leaves the embeddings as they were."""
     store.probe_for(truncated := load_model(tiny("llama"), 2, device="cpu"), public_of(truncated))

@@ -158,7 +158,8 @@ def test_beam_decoding_runs_in_a_faster_dtype_only_behind_what_changes_states(
 
 
 @pytest.mark.usefixtures("small_probes")
-@pytest.mark.parametrize("channel", ["hidden-perm", pytest.param("2d-perm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("channel", ["hidden-perm", "2d-perm"])
 def test_of_screened_candidates_the_beam_keeps_near_ones_with_their_exact_distances(
     tiny_model: LoadModel, channel: str
 ) -> None:

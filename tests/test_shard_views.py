@@ -49,6 +49,7 @@ def test_rows_of_one_site_are_read_as_one_observation_is(tiny_model: LoadModel) 
     assert attack.recover_views([]) == []
 
 
+@pytest.mark.slow
 def test_queries_of_one_node_and_keys_of_another_name_the_tokens_of_both(tiny_model: LoadModel) -> None:
     """At the first layer both are linear in the embeddings, but for their norm, once positions are undone."""
     model = tiny_model("llama", 1, "q")

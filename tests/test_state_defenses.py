@@ -259,12 +259,17 @@ def test_what_is_public_of_rows_is_checked(tiny_model: LoadModel) -> None:
 @pytest.mark.parametrize(
     "specs",
     [
-        *(pytest.param((spec,), marks=pytest.mark.slow) for spec in ("round:int4", "round:int4,stochastic=true")),
-        ("truncated-svd:rank=4",), ("truncated-svd:share=0.4",),
-        ("output-noise:sigma=0.05",), ("decoys:count=4",), ("decoys:count=4", "seq-perm"),
+        *(
+            pytest.param((spec,), marks=pytest.mark.slow)
+            for spec in (
+                "round:int4", "round:int4,stochastic=true", "truncated-svd:share=0.4", "output-noise:sigma=0.05",
+                "sparsify:keep=0.1",
+            )
+        ),
+        ("truncated-svd:rank=4",), ("decoys:count=4",), ("decoys:count=4", "seq-perm"),
         ("decoys:count=6,kind=gaussian", "seq-perm"), ("row-mixing:shield=3",),
         ("row-mixing:kind=orthogonal,shield=6,energy=10",), ("decoys:count=3", "row-mixing"),
-        pytest.param(("truncated-svd:rank=4", "seq-perm"), marks=pytest.mark.slow), ("sparsify:keep=0.1",),
+        pytest.param(("truncated-svd:rank=4", "seq-perm"), marks=pytest.mark.slow),
         pytest.param(("sparsify:keep=0.2", "hidden-perm"), marks=pytest.mark.slow),
     ],
     ids="+".join,

@@ -79,9 +79,9 @@ def attacked(
 @pytest.mark.parametrize(
     ("stream", "layer", "spec"),
     [
-        ("v", 2, "kv-cloak:heads=2,block=4,mask=false"),
+        pytest.param("v", 2, "kv-cloak:heads=2,block=4,mask=false", marks=pytest.mark.slow),
         ("k", 2, "kv-cloak:heads=2,block=4,mask=false"),
-        ("kv", 2, "kv-cloak:heads=4,block=4"),
+        pytest.param("kv", 2, "kv-cloak:heads=4,block=4", marks=pytest.mark.slow),
     ],
 )
 def test_a_cloaked_prompt_is_read_and_verified(
