@@ -75,8 +75,8 @@ class RoundStates(Stage):
         dtype: ``bfloat16``, ``float16``, ``float8_e4m3fn``, ``float8_e5m2``, ``int8`` or ``int4`` (whole numbers from
             -7 to 7).
         scale: what a scale is chosen for, so that its largest number is the largest of the dtype: the whole prompt
-            (``tensor``), each ``row``, each ``column``; ``none`` rounds the numbers as they are. Default ``row``, and
-            ``none`` for 16 bits, which reach far enough.
+            (``tensor``), each ``row``, each ``column``; ``none`` rounds the numbers as they are. ``auto`` is
+            ``row``, and ``none`` for 16 bits. Numbers beyond the largest of float16, 65,504, become that one.
         stochastic: round up or down at random, so that the expected number is the exact one. Otherwise to the nearest.
 
     Raises:
@@ -86,15 +86,14 @@ class RoundStates(Stage):
     def __init__(
         self,
         dtype: Literal["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int4"],
-        scale: Literal["none", "tensor", "row", "column"] | None = None,
+        scale: Literal["auto", "none", "tensor", "row", "column"] = "auto",
         stochastic: bool = False,
     ) -> None:
         half = dtype in HALVES
-        if half and scale not in (None, "none"):
-            raise InputError(
-                f"round:dtype={dtype} takes no scale: its numbers reach far enough; leave out 'scale'"
-            )
-        self.dtype, self.scale, self.stochastic = dtype, scale or ("none" if half else "row"), stochastic
+        if half and scale not in ("auto", "none"):
+            raise InputError(f"round:dtype={dtype} takes no scale; leave out 'scale'")
+        self.dtype, self.stochastic = dtype, stochastic
+        self.scale = ("none" if half else "row") if scale == "auto" else scale
         self.spec = f"round:dtype={dtype},scale={self.scale}" + ",stochastic=true" * stochastic
 
     def states(

@@ -126,8 +126,8 @@ class Findings(TypedDict):
 
     ``leak`` is the share of the tokens that cannot be guessed and came back; without a truth, of the tokens that
     attacks verified. ``oracle`` is the same if the best attack of each prompt were known. ``rare_accuracy`` is
-    the share of the tokens read that a language model expects with less than 1 %. ``shown_accuracy`` is the
-    share of the tokens read that ran in place of the prompts', where the defense replaced some.
+    the share that was read of the tokens which a language model expects with less than 1 %. ``shown_accuracy`` is the
+    share that was read of the tokens that ran in place of the prompts', where the defense replaced some.
     """
 
     format: Literal[1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hiddenlab.channels import SELECTION_FACTS, Channel
 from hiddenlab.errors import NotApplicableError
+from hiddenlab.input_noise import are_clipped
 from hiddenlab.models import TruncatedModel
 from hiddenlab.stages import SUPPOSED, Defense, Mixing, Replacement, averaged, changes_states
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo
@@ -46,7 +47,12 @@ def together(shown: Sequence[Observation], model: TruncatedModel, shared_key: bo
     kept = [stage for stage, weaker in zip(stages, mean, strict=True) if weaker is stage]
     length = int(first.info.facts.get("tokens", len(first.states)))  # where rows are left out it is told
     alike = len(kept) < len(stages) and all(one.info == first.info for one in shown)
-    alike = alike and not _bent(stages, kept, model, seed, length) and not _drawn_tokens(kept, model)
+    alike = (
+        alike
+        and not _clipped_behind_noise(stages, kept, first.info)
+        and not _bent(stages, kept, model, seed, length)
+        and not _drawn_tokens(kept, model)
+    )
     if not alike or not (how := _repeats(stages, kept, model, shared_key, seed, length)):
         return _said(first, count, "first")
     rows = [one.states.double() for one in shown]
@@ -141,6 +147,20 @@ def _bent(
         one, other, middle = made
         if not torch.allclose((one + other) / 2, middle, rtol=1e-3, atol=1e-3):
             return True
+    return False
+
+
+def _clipped_behind_noise(stages: Sequence[Defense], kept: Sequence[Defense], info: ObservationInfo) -> bool:
+    """Return whether a stage scales embeddings down that noise made too long, each release by another factor.
+
+    Args:
+        kept: see ``_repeats``. info: of the release.
+    """
+    clean, noised = ObservationInfo(info.model, info.signature, info.site), False
+    for stage in stages:
+        if noised and are_clipped(stage.publish(clean)):
+            return True
+        noised = noised or (stage not in kept and not changes_states(stage))
     return False
 
 

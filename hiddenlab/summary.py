@@ -92,15 +92,16 @@ class _Read(_Attacked, _Tried):
 
 @with_config(CLOSED)
 class _Ended(_Tried):
-    """How a turn of one attack of ``assess`` ended, with what it did in all; allowed below 0: no time was left."""
+    """How a turn of one attack of ``assess`` ended, with what it did in all."""
 
     status: Literal["ended"]
     turn: Count
     outcome: str
     reason: str
     seconds: Amount
-    allowed: Finite
+    allowed: Amount
     refused: bool
+    unusable: list[Count]
 
 
 def sample_form(sample: Any, verb: str = "attack") -> Any:

@@ -27,6 +27,7 @@ from hiddenlab.eval.assess.ensemble import (
     NOT_APPLICABLE,
     OUT_OF_TIME,
     RAN,
+    Attempt,
     Step,
     attack_all,
 )
@@ -308,6 +309,27 @@ def test_time_that_later_attacks_cannot_use_goes_back_to_one_that_ran_out_of_it(
     made = [Step("patient"), Step("never", weight=9)]
     patient, _ = attack_all(released(model, *prompts), model, 0, 4.0, silent, made)
     assert patient.status == RAN and [result.ids for result in patient.results.values()] == prompts
+
+
+def test_a_prompt_that_an_attack_cannot_use_is_not_asked_of_it_again(tiny_model: Truncated) -> None:
+    """An assessment that goes on without any time left says the same of an attack that ran to its end before."""
+    model = tiny_model("llama", 1)
+    shown = released(model, [5], [7], [9])
+
+    class Before:
+        """What was kept of an assessment that was interrupted behind its last attack."""
+
+        def earlier(self, number: int, attack: str) -> Attempt | None:
+            return replace(first, seconds=1e6)
+
+        def read(self, *_: object) -> None:
+            raise AssertionError("nothing is left to read")
+
+        over = read
+
+    (first,) = attack_all(shown, model, 0, 60.0, silent, steps("choosy"))
+    (again,) = attack_all(shown, model, 0, 60.0, silent, steps("choosy"), diary=Before())
+    assert again.status == RAN and again.unusable == {0} and sorted(again.results) == [1, 2]
 
 
 def test_what_reads_one_prompt_goes_first_with_the_others(tiny_model: Truncated) -> None:

@@ -94,6 +94,10 @@ def test_noise_so_weak_that_no_epsilon_names_it_is_not_averaged(tiny_model: Trun
     (stage,) = Channel.parse(["dp-forward:epsilon=400"]).defenses
     assert stage.averaged(10**6) is stage
     # A mean of clipped rows is not a clipped mean.
+    for noise in ("gaussian:sigma=0.5", "unknown-gaussian:sigma=0.5"):
+        assert reads(shown(tiny_model("llama", 2), f"{noise}+dp-forward:epsilon=20,clip=0.5").info) == "first"
+    both = shown(tiny_model("llama", 2), "dp-forward:epsilon=20,clip=0.5+gaussian:sigma=0.5").info
+    assert reads(both) == "mean"
     assert reads(shown(tiny_model("llama", 2), "snd:eta=3000").info) == "first"
 
 

@@ -111,6 +111,7 @@ class _Grown:
 def _behind_noise(task: Task, apart: Apart) -> Search:
     """Keep the likeliest hypotheses, and take the best at the end."""
     norms = task.matcher.norms(task.rows)
+    _follow_together([task])  # what all hypotheses have in common
     beam = yield from _beginnings(task, apart, norms)
     for position in range(1, len(task.rows)):
         kept, tried = WIDTHS[min(position, len(WIDTHS) - 1)]

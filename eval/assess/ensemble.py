@@ -96,8 +96,8 @@ class Attempt:
 
     Attributes:
         attack: the name of its step. allowed, seconds: that it might take, and that it took. status: one of the five
-            words above. reason: why it did not run to the end. results: by prompt, what it read. refused: it cannot be
-            used here, whatever the prompt.
+            words above. reason: why it did not run to the end. results: by prompt, what it read. unusable: prompts that
+            it cannot use. refused: it cannot be used here, whatever the prompt.
     """
 
     attack: str
@@ -106,6 +106,7 @@ class Attempt:
     seconds: float = 0.0
     reason: str = ""
     results: dict[int, AttackResult] = field(default_factory=dict)
+    unusable: set[int] = field(default_factory=set)
     refused: bool = False
 
 
@@ -200,6 +201,9 @@ def attack_all(
             (i, run.step.seen(observations[i]))
             for i in prompts
             if i not in run.attempt.results
+            and i not in run.attempt.unusable
+            # A short prompt may be shown whole beside longer ones that are not.
+            and not (run.step.missing and partial is not None and observations[i].info.positions is None)
             and (
                 (run.step.beside and are_replaced(observations[i].info))
                 or not any(i in results and solved(results[i], observations[i]) for results in found)
@@ -210,7 +214,7 @@ def attack_all(
         for number, run in enumerate(order):
             if not (left_over := open_to(run, prompts)):
                 continue
-            left = begun + ends - time.monotonic()
+            left = max(0.0, begun + ends - time.monotonic())
             share = run.step.weight / sum(
                 later.step.weight for later in order[number:] if later is run or not later.attempt.refused
             )
@@ -225,7 +229,8 @@ def attack_all(
     spend(order, everything, seconds, lead)
     spent = -1.0
     while time.monotonic() < begun + seconds and spent < (spent := sum(run.attempt.seconds for run in runs)):
-        spend([run for run in order if run.attempt.status == OUT_OF_TIME], everything, seconds, 0.0)
+        short = [run for run in order if run.attempt.status == OUT_OF_TIME and open_to(run, everything)]
+        spend(short, everything, seconds, 0.0)
     return [run.attempt for run in runs]
 
 
@@ -256,10 +261,6 @@ class _Run:
         if self.step.missing and self._info.positions is None:
             attempt.refused, attempt.status, attempt.reason = True, NOT_APPLICABLE, "every token has a row"
             return
-        if self.step.missing:  # a short prompt may be shown whole beside longer ones that are not
-            prompts = [one for one in prompts if one[1].info.positions is not None]
-            if not prompts:
-                return
         attempt.allowed += allowed
 
         def tell(what: str, done: int, total: int) -> None:
@@ -315,6 +316,8 @@ class _Run:
             if len(group) > 1:
                 for one in group:
                     self._recover(attack, [one])
+            else:
+                self.attempt.unusable.add(group[0][0])
             return first_line(error)
         self.attempt.results |= {i: result for (i, _), result in zip(group, found, strict=True)}
         if self._diary is not None:

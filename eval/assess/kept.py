@@ -55,6 +55,7 @@ class Kept:
                     line["refused"],
                 )
                 attempt.seconds, attempt.allowed = line["seconds"], line["allowed"]
+                attempt.unusable = {self.places[index] for index in line["unusable"] if index in self.places}
             elif line["index"] in self.places:
                 attempt.results[self.places[line["index"]]] = result_of(line)
         if attempt.results and attempt.status == DONE_BEFORE:
@@ -81,6 +82,7 @@ class Kept:
         ended = {
             "status": ENDED, "turn": turns, "outcome": attempt.status, "reason": attempt.reason,
             "seconds": attempt.seconds, "allowed": attempt.allowed, "refused": attempt.refused,
+            "unusable": sorted(self.cases[i].index for i in attempt.unusable),
         }  # fmt: skip
         self._append(number, attempt, ended)
 

@@ -21,17 +21,15 @@ def invariants(
             row's; 0 is none.
         releases: dtypes that the mapped rows are rounded to (``float32``, ``bfloat16``, ``float16``), separated by
             commas. Behind noise, which is far above rounding, rows are float32.
-        candidates: for each token at most.
+        candidates: for a token at most, behind each hypothesis and in each round.
     """
     source = setting.source(limit=20, max_tokens=24)
     cells = []
     for channel in split_specs(channels):
         for layer in setting.at((1, 6, 11)):
             for sigma in map(float, sigmas.split(",")):
-                for release in split_specs(releases):
+                for release in ["float32"] if sigma else split_specs(releases):
                     rounded = release != "float32"
-                    if sigma and rounded:
-                        continue
                     stages = (
                         [f"output-noise:sigma={sigma!r}"] * bool(sigma)
                         + [channel]
@@ -54,8 +52,8 @@ def invariants(
             "Sigma is of noise on the states, as a share of a row's length. Maps are of float32 rows, and what is "
             "released is rounded.",
             f"Model {setting.model}, {source['limit']} prompts of {source['prompts'] or 'the shipped set'} of up to "
-            f"{source['max_tokens']} tokens, at most {candidates:,} candidates for each token. Two weights and a bound "
-            "of the proposals were chosen on ten of the shipped prompts at layer 1. Seconds leave out tables and "
-            "thresholds, which are made once for each layer.",
+            f"{source['max_tokens']} tokens; for a token at most {candidates:,} candidates behind each hypothesis and "
+            "in each round. Two weights and a bound of the proposals were chosen on ten of the shipped prompts at "
+            "layer 1. Seconds leave out tables and thresholds, which are made once for each layer.",
         ],
     )  # fmt: skip

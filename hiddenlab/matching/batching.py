@@ -68,8 +68,12 @@ class _Running:
         except StopIteration as stop:
             self.ask, self.over, self.result = None, True, stop.value
             return
-        self.ask = asked if isinstance(asked, ForwardCall) else None
-        if isinstance(asked, Together):
+        self.ask = None
+        if isinstance(asked, ForwardCall):
+            self.ask = asked
+        elif not isinstance(asked, Together):
+            raise TypeError(f"a search yields a ForwardCall or Together, not {type(asked).__name__}")
+        else:
             self.parts = [_Running(part, self.cost) for part in asked.parts]
             for part in self.parts:
                 part.advance()
