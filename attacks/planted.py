@@ -112,9 +112,11 @@ class Planted(Attack):
         started, before = time.perf_counter(), self.model.evaluated_tokens
         found: tuple[tuple[int, float], Int[Tensor, " n"], Bool[Tensor, " n"], str] | None = None
         for group in self._candidates(observation):
-            for (ids, place), verified in zip(group, self._verified(observation, group), strict=True):
+            flags = self._verified(observation, group)
+            # Where one is sure, how far others are from chance does not matter.
+            texts = [0.0] * len(group) if any(map(bool, map(Tensor.any, flags))) else self._texts(group)
+            for (ids, place), verified, text in zip(group, flags, texts, strict=True):
                 sure = int(verified.sum())
-                text = 0.0 if sure else self._text(ids)
                 if (sure or text > 0) and (found is None or (sure, text) > found[0]):
                     found = (sure, text), ids, verified, place
             if found is not None and found[0][0]:
@@ -190,22 +192,31 @@ class Planted(Attack):
                     flags[i][shown] = same
         return flags
 
-    def _text(self, ids: Int[Tensor, " n"]) -> float:
-        """Return by how many nats a token a sequence is more than clearly likelier than random ones; above 0: a text.
+    def _texts(self, group: Sequence[Candidate]) -> list[float]:
+        """Return by how many nats a token each sequence is more than clearly likelier than chance; above 0: a text.
 
-        The language model reads only sequences whose tokens are frequent by themselves.
+        The language model reads only sequences whose tokens are frequent by themselves, all of them together.
         """
-        if len(ids) < FEWEST:
-            return -math.inf
-        root = math.sqrt(len(ids))
-        if self._frequency[ids].mean() < self._frequency.mean() + FREQUENT * self._frequency.std() / root:
-            return -math.inf
-        return self._log_probability(ids) - self._by_chance(len(ids)) - CLEAR - CLEAR_OF_FEW / root
+        mean, deviation = self._frequency.mean(), self._frequency.std()
+        frequent = [
+            len(ids) >= FEWEST
+            and bool(self._frequency[ids].mean() >= mean + FREQUENT * deviation / math.sqrt(len(ids)))
+            for ids, _ in group
+        ]
+        read = iter(
+            self._log_probabilities([ids for (ids, _), fits in zip(group, frequent, strict=True) if fits])
+        )
+        return [
+            next(read) - self._by_chance(len(ids)) - CLEAR - CLEAR_OF_FEW / math.sqrt(len(ids))
+            if fits
+            else -math.inf
+            for (ids, _), fits in zip(group, frequent, strict=True)
+        ]
 
     def _by_chance(self, length: int) -> float:
         """Return the mean log-probability of random tokens."""
         if length not in self._chances:
-            drawn = [self._log_probability(self._random(length, number)) for number in range(CHANCES)]
+            drawn = self._log_probabilities([self._random(length, number) for number in range(CHANCES)])
             self._chances[length] = sum(drawn) / CHANCES
         return self._chances[length]
 
@@ -213,9 +224,15 @@ class Planted(Attack):
         drawn = torch.Generator().manual_seed(self.seed + 7919 * (number + 1))
         return torch.randint(self.model.vocab_size, (length,), generator=drawn)
 
-    def _log_probability(self, ids: Int[Tensor, " n"]) -> float:
-        said = self._whole.encode(ids)[:-1].float().log_softmax(-1).cpu()
-        return float(said.gather(1, ids[1:, None]).mean())
+    def _log_probabilities(self, sequences: Sequence[Int[Tensor, " n"]]) -> list[float]:
+        """Return the mean log-probability of the tokens of each sequence behind its first."""
+        means, whole = list[float](), self._whole
+        for pack in packs(list(sequences), len, whole.max_pass_tokens):
+            answers = whole.run([Request(whole.prefix(), ids) for ids in pack], keep=False)
+            for ids, answer in zip(pack, answers, strict=True):
+                said = answer.states[:-1].float().log_softmax(-1).cpu()
+                means.append(float(said.gather(1, ids[1:, None]).mean()))
+        return means
 
     def __repr__(self) -> str:
         return "Planted: knows the weights, rows and public facts; not tokens, nor whether anything is hidden"
