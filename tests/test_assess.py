@@ -325,6 +325,13 @@ def test_one_that_is_slow_to_begin_is_looked_at_again_before_a_quick_one_leads(t
     assert turns[0] == ("patient", 2)
 
 
+def test_one_without_an_end_that_read_nothing_waits_for_the_others(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 1)
+    made = [Step("patient", weight=0.1), Step("endless", weight=9, endless=True)]
+    patient, endless = attack_all(released(model, [5]), model, 0, 2.0, silent, made)
+    assert patient.status == RAN and patient.results[0].ids == [5] and endless.status == OUT_OF_TIME
+
+
 def test_a_prompt_that_an_attack_cannot_use_is_not_asked_of_it_again(tiny_model: Truncated) -> None:
     """An assessment that goes on without any time left says the same of an attack that ran to its end before."""
     model = tiny_model("llama", 1)

@@ -177,8 +177,8 @@ def attack_all(
     those that ran out of time get up to a second quarter, since one that is slow to begin may read most. Then the
     attack that read most of it gets three quarters of the time that is left for all prompts, and the others follow,
     what read nothing last. Within each of these parts an attack leaves the time that it does not use to those behind
-    it. Time that is left at the end goes to those that ran out of theirs. Prompts that are solved are not attacked
-    again.
+    it. Time that is left at the end goes to those that ran out of theirs, and then to one without an end
+    (``Step.endless``). Prompts that are solved are not attacked again.
 
     Args:
         seconds: for all attacks together. promise: how much the attacker believes an answer; the larger the better.
@@ -228,14 +228,17 @@ def attack_all(
         spend(again, [shortest], 2 * LOOK * seconds, 0.0)
         looked = [run for run in runs if shortest in run.attempt.results]
         looked.sort(key=lambda run: promise(run.attempt.results[shortest]), reverse=True)
-    lead = LEAD if looked else 0.0
     order, everything = [*looked, *(run for run in runs if run not in looked)], range(len(observations))
-    spend(order, everything, seconds, lead)
-    spent = -1.0
-    while time.monotonic() < begun + seconds and spent < (spent := sum(run.attempt.seconds for run in runs)):
-        spend(
-            [run for run in order if run.falls_short and open_to(run, everything)], everything, seconds, 0.0
-        )
+    # What goes on for as long as there is time leads, or waits until the others have ended.
+    ending = [run for run in order if not run.step.endless or run in looked[:1]]
+    for part, lead in ((ending, LEAD if looked else 0.0), (order, 0.0)):
+        spend(part, everything, seconds, lead)
+        spent = -1.0
+        while time.monotonic() < begun + seconds and spent < (
+            spent := sum(run.attempt.seconds for run in runs)
+        ):
+            short = [run for run in part if run.falls_short and open_to(run, everything)]
+            spend(short, everything, seconds, 0.0)
     return [run.attempt for run in runs]
 
 
