@@ -231,14 +231,12 @@ def attack_all(
     order, everything = [*looked, *(run for run in runs if run not in looked)], range(len(observations))
     # What goes on for as long as there is time leads, or waits until the others have ended.
     ending = [run for run in order if not run.step.endless or run in looked[:1]]
-    for part, lead in ((ending, LEAD if looked else 0.0), (order, 0.0)):
-        spend(part, everything, seconds, lead)
-        spent = -1.0
-        while time.monotonic() < begun + seconds and spent < (
-            spent := sum(run.attempt.seconds for run in runs)
-        ):
-            short = [run for run in part if run.falls_short and open_to(run, everything)]
-            spend(short, everything, seconds, 0.0)
+    spend(ending, everything, seconds, LEAD if looked else 0.0)
+    spent = -1.0
+    while time.monotonic() < begun + seconds and spent < (spent := sum(run.attempt.seconds for run in runs)):
+        short = [run for run in ending if run.falls_short and open_to(run, everything)]
+        spend(short, everything, seconds, 0.0)
+    spend([run for run in order if run not in ending], everything, seconds, 0.0)
     return [run.attempt for run in runs]
 
 
