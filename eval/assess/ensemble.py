@@ -173,12 +173,11 @@ def attack_all(
 ) -> list[Attempt]:
     """Attack observations of one channel with one attack after another, until every prompt is solved.
 
-    A quarter of the time goes to a look: each attack, the cheapest first, gets the shortest prompt. If none solves it,
-    those that ran out of time get up to a second quarter, since one that is slow to begin may read most. Then the
-    attack that read most of it gets three quarters of the time that is left for all prompts, and the others follow,
-    what read nothing last. Within each of these parts an attack leaves the time that it does not use to those behind
-    it. Time that is left at the end goes to those that ran out of theirs, and then to one without an end
-    (``Step.endless``). Prompts that are solved are not attacked again.
+    A quarter of the time goes to a look: each attack, the cheapest first, gets the shortest prompt. Then the attack
+    that read most of it gets three quarters of the time that is left for all prompts, and the others follow, what read
+    nothing last. Within each of the two parts an attack leaves the time that it does not use to those behind it. Time
+    that is left at the end goes to those that ran out of theirs, and then to one without an end (``Step.endless``).
+    Prompts that are solved are not attacked again.
 
     Args:
         seconds: for all attacks together. promise: how much the attacker believes an answer; the larger the better.
@@ -224,8 +223,6 @@ def attack_all(
 
     if len(observations) > 1:  # with one prompt there is nothing to learn from it for others
         spend(runs, [shortest], LOOK * seconds, 0.0)
-        again = [run for run in runs if run.falls_short and not run.step.endless]
-        spend(again, [shortest], 2 * LOOK * seconds, 0.0)
         looked = [run for run in runs if shortest in run.attempt.results]
         looked.sort(key=lambda run: promise(run.attempt.results[shortest]), reverse=True)
     order, everything = [*looked, *(run for run in runs if run not in looked)], range(len(observations))
@@ -234,7 +231,7 @@ def attack_all(
     spend(ending, everything, seconds, LEAD if looked else 0.0)
     spent = -1.0
     while time.monotonic() < begun + seconds and spent < (spent := sum(run.attempt.seconds for run in runs)):
-        short = [run for run in ending if run.falls_short and open_to(run, everything)]
+        short = [run for run in ending if run.attempt.status == OUT_OF_TIME and open_to(run, everything)]
         spend(short, everything, seconds, 0.0)
     spend([run for run in order if run not in ending], everything, seconds, 0.0)
     return [run.attempt for run in runs]
@@ -258,11 +255,6 @@ class _Run:
         self.attempt = Attempt(step.name) if earlier is None else earlier
         self._model, self._seed, self._progress, self._info = model, seed, progress, info
         self._attack: Attack | None = None
-
-    @property
-    def falls_short(self) -> bool:
-        """Whether more time may help: it ran out of it."""
-        return self.attempt.status == OUT_OF_TIME
 
     def go(self, prompts: Sequence[tuple[int, Observation]], allowed: float) -> None:
         """Attack some prompts for some time, and write down what came of it."""
