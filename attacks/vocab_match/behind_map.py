@@ -19,6 +19,7 @@ from hiddenlab.attacks.vocab_match.task import Task, Trials, find_next
 from hiddenlab.matching.batching import ForwardCall, Search, Together
 from hiddenlab.matching.epsilon import Apart
 from hiddenlab.matching.explained import explained_by
+from hiddenlab.matching.invariants import Span
 from hiddenlab.matching.ranking import LanguageModel
 from hiddenlab.models import Answer, Request
 from hiddenlab.types import TokenPrediction
@@ -26,6 +27,7 @@ from hiddenlab.types import TokenPrediction
 OPENINGS = 64  # tokens whose state in the table is nearest to the first row; the model itself runs these
 # Candidates for the second token behind each opening, round after round, until one matches.
 SECOND = (64, 512, 4096)
+ADDING = 4096  # candidates that add a direction, before one that repeats a state is taken
 # Behind noise: hypotheses kept, and candidates of all of them together that are run, at each position and all later
 # ones. First rows say little, each by one number or two.
 WIDTHS = ((128, 0), (128, 8192), (64, 4096), (32, 2048), (16, 768))
@@ -34,7 +36,8 @@ WIDTHS = ((128, 0), (128, 8192), (64, 4096), (32, 2048), (16, 768))
 def behind_map(task: Task) -> Search:
     """Search one position after the other, the first two together.
 
-    A first token counts as verified only together with the second, which is found in its context.
+    A first token counts as verified only together with the next one that proves something, which is found in its
+    context.
     """
     if task.apart is not None:
         yield from _behind_noise(task, task.apart)
@@ -42,10 +45,35 @@ def behind_map(task: Task) -> Search:
     openings = yield from _openings(task)
     yield from _begin(task, openings)
     while len(task.found) < len(task.rows):
-        yield from find_next(task)
-    first = task.found[0]
-    confirmed = first.verified and len(task.found) > 1 and task.found[1].verified
-    task.found[0] = replace(first, verified=confirmed)
+        yield from _next(task)
+    # A state that lies in the space of those before it lies in the released space too, whatever the prompt.
+    frame = task.matcher.frame
+    proves = frame.known.directions.any(1).tolist() if isinstance(frame, Span) else [True] * len(task.found)
+    found = [
+        token if own else replace(token, verified=False)
+        for token, own in zip(task.found, proves, strict=True)
+    ]
+    confirmed = next((token.verified for token, own in zip(found[1:], proves[1:], strict=True) if own), False)
+    task.found = [replace(found[0], verified=found[0].verified and confirmed), *found[1:]]
+
+
+def _next(task: Task) -> Search:
+    """Search the next position: first among candidates that add a direction, where the right one may add none.
+
+    Mixed rows may have fewer directions than there are tokens: a token may repeat a state. Then a candidate that
+    repeats one fits as well as the right token, and must not come before it.
+    """
+    if isinstance(frame := task.matcher.frame, Span) and frame.repeats:
+        trial = task.fork()
+        trial.matcher = replace(trial.matcher, frame=replace(frame, repeats=0))
+        trial.budget = min(ADDING, task.budget or ADDING)
+        yield from find_next(trial)
+        behind = trial.matcher.frame
+        if trial.found[-1].verified and isinstance(behind, Span):
+            trial.matcher = replace(trial.matcher, frame=replace(behind, repeats=frame.repeats))
+            vars(task).update(vars(trial) | {"budget": task.budget})
+            return
+    yield from find_next(task)
 
 
 def _openings(task: Task) -> Search:
@@ -73,7 +101,7 @@ def _begin(task: Task, openings: list[TokenPrediction]) -> Search:
                 explained=explained_by(task.matcher.frame, task.explained.expected),
             )  # fmt: skip
             yield from _take(trial, opening)
-            yield from find_next(trial)
+            yield from _next(trial)
             if trial.found[1].verified:
                 vars(task).update(vars(trial) | {"budget": task.budget, "exhausted": False})
                 return
