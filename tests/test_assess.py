@@ -123,6 +123,14 @@ class Patient(Unsure):
         return super()._recover(observation)
 
 
+class Silent(Attack):
+    """Runs the model again and again, and reports nothing."""
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        while True:
+            self.model.encode(torch.tensor([5]))
+
+
 class Choosy(Unsure):
     """Cannot use the first row that it is shown, and reads all others."""
 
@@ -174,7 +182,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
         "never": Never,
         "endless": Endless,
     }
-    made |= {"slowed": Slowed, "choosy": Choosy, "misled": Misled, "patient": Patient}
+    made |= {"slowed": Slowed, "choosy": Choosy, "misled": Misled, "patient": Patient, "silent": Silent}
     for name, attack in made.items():
         registry.register("attacks", name, attack)
     registry.register("defenses", "zeros", Zeros)
@@ -309,6 +317,15 @@ def test_time_that_later_attacks_cannot_use_goes_back_to_one_that_ran_out_of_it(
     made = [Step("patient"), Step("never", weight=9)]
     patient, _ = attack_all(released(model, *prompts), model, 0, 4.0, silent, made)
     assert patient.status == RAN and [result.ids for result in patient.results.values()] == prompts
+
+
+def test_an_attack_that_reports_nothing_ends_with_its_time(tiny_model: Truncated) -> None:
+    model = tiny_model("llama", 1)
+    silenced, reads = attack_all(released(model, [5]), model, 0, 1.0, silent, steps("silent", "knowing"))
+    assert silenced.status == OUT_OF_TIME and reads.status == RAN
+    assert (
+        model.encode(torch.tensor([5])).shape[0] == 1
+    )  # passes outside of the ensemble are nobody's business
 
 
 def test_one_without_an_end_that_read_nothing_waits_for_the_others(tiny_model: Truncated) -> None:

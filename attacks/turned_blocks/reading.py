@@ -125,7 +125,7 @@ class Reader:
 
     def read(self, rows: Float[Tensor, "rows d"], progress: Progress) -> Found:
         """Read tokens from the first on, up to the first that none explains."""
-        prompt = _Prompt(self, rows.float().to(self.model.device))
+        prompt = _Prompt(self, rows.float().to(self.model.device), progress)
         while len(prompt.found.tokens) < len(rows) and not prompt.found.stopped:
             progress("tokens", len(prompt.found.tokens), len(rows))
             if self.placed:
@@ -138,8 +138,8 @@ class Reader:
 class _Prompt:
     """One prompt, of which the first tokens are known."""
 
-    def __init__(self, reader: Reader, rows: Float[Tensor, "rows d"]) -> None:
-        self.reader, self.found = reader, Found()
+    def __init__(self, reader: Reader, rows: Float[Tensor, "rows d"], progress: Progress) -> None:
+        self.reader, self.found, self.progress = reader, Found(), progress
         self.prefix = reader.model.prefix()
         self.following = Continuations(reader.speaker, reader.model.special_ids)
         # By block and head, what its rows do not span.
@@ -292,6 +292,7 @@ class _Prompt:
         block = (position + 1) // self.reader.blocks.block
         near, left = self._nearness(block), list[Tensor]()
         for candidates in order.split(TOGETHER):
+            self.progress("candidates for a token that no row shows", len(left) * TOGETHER, len(order))
             said = self.following.after(self.found.tokens, [(token,) for token in candidates.tolist()])
             scores = near.expand(len(candidates), -1) if said is None else near + said[:, :size].to(near)
             likely = scores.topk(min(LIKELY, size)).indices
@@ -315,7 +316,8 @@ class _Prompt:
         )[: self.reader.budget]
         best, token, size = math.inf, int(order[0]), FIRST
         while True:
-            for candidates in order[:size].split(TOGETHER):
+            for number, candidates in enumerate(order[:size].split(TOGETHER)):
+                self.progress("candidates for the first token", number * TOGETHER, size)
                 states = self.prefix.branch(candidates.to(self.reader.model.device)).float()
                 for head, outside in zip(self._heads(states), self.outside[0], strict=True):
                     shares, _ = search(head, outside, STARTS, self.drawn)

@@ -10,6 +10,7 @@ from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
 from hiddenlab.errors import HiddenlabError, NotApplicableError
 from hiddenlab.models import TruncatedModel
+from hiddenlab.models.engine import before_passes
 from hiddenlab.records import RecordError
 from hiddenlab.row_facts import extra_rows
 from hiddenlab.stages import are_replaced
@@ -266,18 +267,22 @@ class _Run:
             return
         attempt.allowed += allowed
 
-        def tell(what: str, done: int, total: int) -> None:
-            self._progress(f"{attempt.attack}: {what}", done, total)
+        def check() -> None:
             if time.monotonic() - begun > allowed:
                 raise _OutOfTimeError
 
+        def tell(what: str, done: int, total: int) -> None:
+            self._progress(f"{attempt.attack}: {what}", done, total)
+            check()
+
         status, reason = RAN, ""
         try:
-            attack = self._prepared(tell)
-            size = min(attack.batch, TOGETHER)
-            for start in range(0, len(prompts), size):
-                tell("prompts", start, len(prompts))
-                reason = self._recover(attack, prompts[start : start + size]) or reason
+            with before_passes(check):  # an attack may work for long without a report
+                attack = self._prepared(tell)
+                size = min(attack.batch, TOGETHER)
+                for start in range(0, len(prompts), size):
+                    tell("prompts", start, len(prompts))
+                    reason = self._recover(attack, prompts[start : start + size]) or reason
             if not attempt.results:
                 status = NOT_APPLICABLE
         except NotApplicableError as error:

@@ -20,7 +20,7 @@ from hiddenlab.models.attention import (
 )
 from hiddenlab.models.checkpoint import decoder_layers, some_layers
 from hiddenlab.models.choice import ENGINES, choose_engine
-from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError
+from hiddenlab.models.engine import _ACTIVE, ATTENTION_NAME, GivenPass, PackedPass, ShownError, announce
 from hiddenlab.models.hooks import beginning_behind, capturing, holding
 from hiddenlab.models.load import (
     ModelRef,
@@ -328,6 +328,7 @@ class TruncatedModel:
 
     def _pass(self, how: PackedPass | GivenPass, grad: bool, **inputs: Tensor) -> Any:
         """Run the model with a pass' attention; return its output, None where the pass ended early."""
+        announce()
         active, output = _ACTIVE.set(how), None
         try:
             mode = torch.set_grad_enabled(True) if grad else torch.inference_mode()

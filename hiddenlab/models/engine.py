@@ -14,7 +14,8 @@ needs of a language model) attend in one product, their prefixes side by side. O
 product. ``packed_attention`` holds these three forms, ``request`` the requests and answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -36,6 +37,26 @@ SHORT = 4
 SIDE_BY_SIDE = 1 << 18
 
 _ACTIVE: ContextVar["PackedPass | GivenPass | None"] = ContextVar("hiddenlab_pass", default=None)
+
+
+_BEFORE: ContextVar[Callable[[], None] | None] = ContextVar("hiddenlab_before_a_pass", default=None)
+
+
+@contextmanager
+def before_passes(call: Callable[[], None]) -> Iterator[None]:
+    """Call something before each pass of any model, within the block and this thread; what it raises ends the pass."""
+    held = _BEFORE.set(call)
+    try:
+        yield
+    finally:
+        _BEFORE.reset(held)
+
+
+def announce() -> None:
+    """Say that a pass is about to run; see ``before_passes``."""
+    call = _BEFORE.get()
+    if call is not None:
+        call()
 
 
 class ShownError(Exception):
