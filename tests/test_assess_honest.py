@@ -54,6 +54,7 @@ Truncated = Callable[..., TruncatedModel]
 def names(fakes: None) -> None:  # noqa: F811
     registry.register("attacks", "stopping", Stopping)
     registry.register("attacks", "sure-of-one", SureOfOne)
+    registry.register("attacks", "stuck", Stuck)
 
 
 class SureOfOne(Unsure):
@@ -388,3 +389,44 @@ def test_rare_tokens_are_those_that_the_model_does_not_expect(tiny_model: Trunca
         assert found is not None and found.value == pytest.approx(1 / len(slow) if share is None else share)
     none = Case(0, "p", GroundTruth((5,)))
     assert rare_accuracy_of([Reading(none, observation, None, None, None)], Belief(model)) is None
+
+
+def test_a_reading_convinces_where_half_is_sure_or_it_is_a_text(
+    tiny_model: Truncated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    belief = Belief(tiny_model("llama", 1))
+    monkeypatch.setattr(belief, "_usual", lambda length: (-4.0, -12.0))
+
+    def answer(sure: int) -> AttackResult:
+        tokens = tuple(TokenPrediction(5, i, 0.0, None, 1, i < sure) for i in range(4))
+        return AttackResult(tokens, 0, 0, 0.0, "complete")
+
+    for likelihood, sure, convinces in ((-5.9, 0, True), (-6.1, 0, False), (-9.0, 2, True), (-9.0, 1, False)):
+        monkeypatch.setattr(belief, "_likelihood", lambda ids, said=likelihood: said)
+        assert belief.convinces(answer(sure)) == convinces
+    replaced = Belief(tiny_model("llama", 1), replaced=True)
+    own, chance = replaced._usual(12)
+    assert math.isfinite(own) and math.isfinite(chance)
+    monkeypatch.setattr(replaced, "_usual", lambda length: (-4.0, -12.0))
+    monkeypatch.setattr(replaced, "_likelihood", lambda ids: -9.0)
+    assert not replaced.convinces(answer(4))
+
+
+def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
+    """The first attack reads the shortest prompt at once, and never ends with the others."""
+    model, allowed = tiny_model("llama", 1), []
+    for leads in (True, False):
+        shown = released(model, [5], [7, 8], [9, 6])
+        made = [Step("stuck"), Step("knowing", weight=3)]
+        stuck, _ = attack_all(shown, model, 0, 4.0, silent, made, leads=lambda _, leads=leads: leads)
+        allowed.append(stuck.allowed)
+    assert allowed[0] > allowed[1]
+
+
+class Stuck(Unsure):
+    """Reads a prompt of one token, and searches for others without an end."""
+
+    def _recover(self, observation: Observation) -> AttackResult:
+        while len(observation.states) > 1:
+            self.progress("searching", 0, 0)
+        return super()._recover(observation)

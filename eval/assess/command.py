@@ -25,7 +25,6 @@ from hiddenlab.eval.assess.ensemble import (
     ended_with_all,
     solved,
     steps_of,
-    verified,
 )
 from hiddenlab.eval.assess.kept import UNDEFENDED, VERB, Kept, of_attacks, unfinished
 from hiddenlab.eval.assess.price import cost_of, utility_of
@@ -346,7 +345,7 @@ def judge(
         utility = utility_of(model, channel, subject.cases, seed, progress)
         cost = cost_of(model, channel, subject.cases, seed, progress)
     diary, belief = Kept(recorder, model, cases, rows), Belief(model, replaced)
-    attempts = attack_all(rows, model, seed, 60 * minutes, progress, steps, belief, diary)
+    attempts = attack_all(rows, model, seed, 60 * minutes, progress, steps, belief, belief.convinces, diary)
     believed = readings_of(model, cases, rows, attempts, belief)
     guessed = _guessed(subject, progress)
     if subject.truth:
@@ -473,7 +472,7 @@ def _undefended(
         if attempt.status in (CRASHED, NOT_APPLICABLE):
             continue
         step, diary = steps[attempt.attack], Kept(recorder, model, cases, shown, UNDEFENDED, number)
-        (again,) = attack_all(shown, model, subject.seed, attempt.allowed, progress, [step], verified, diary)
+        (again,) = attack_all(shown, model, subject.seed, attempt.allowed, progress, [step], diary=diary)
         right = [right_of(again.results.get(i), case) for i, case in enumerate(cases)]
         told.append(
             {

@@ -170,18 +170,20 @@ def attack_all(
     progress: Progress,
     steps: Sequence[Step],
     promise: Callable[[AttackResult], Any] = verified,
+    leads: Callable[[AttackResult], bool] = bool,
     diary: Diary | None = None,
 ) -> list[Attempt]:
     """Attack observations of one channel with one attack after another, until every prompt is solved.
 
     A quarter of the time goes to a look: each attack, the cheapest first, gets the shortest prompt. Then the attack
-    that read most of it gets three quarters of the time that is left for all prompts, and the others follow, what read
-    nothing last. Within each of the two parts an attack leaves the time that it does not use to those behind it. Time
-    that is left at the end goes to those that ran out of theirs, and then to one without an end (``Step.endless``).
-    Prompts that are solved are not attacked again.
+    that read most of it gets three quarters of the time that is left for all prompts, if what it read convinces, and
+    the others follow, what read nothing last. Within each of the two parts an attack leaves the time that it does not
+    use to those behind it. Time that is left at the end goes to those that ran out of theirs, and then to one without
+    an end (``Step.endless``). Prompts that are solved are not attacked again.
 
     Args:
         seconds: for all attacks together. promise: how much the attacker believes an answer; the larger the better.
+        leads: whether he believes it so much that its attack gets most of the time.
         diary: of an assessment that may be interrupted; time that was spent before counts.
 
     Returns:
@@ -227,9 +229,10 @@ def attack_all(
         looked = [run for run in runs if shortest in run.attempt.results]
         looked.sort(key=lambda run: promise(run.attempt.results[shortest]), reverse=True)
     order, everything = [*looked, *(run for run in runs if run not in looked)], range(len(observations))
+    leader = looked[0] if looked and leads(looked[0].attempt.results[shortest]) else None
     # What goes on for as long as there is time leads, or waits until the others have ended.
-    ending = [run for run in order if not run.step.endless or run in looked[:1]]
-    spend(ending, everything, seconds, LEAD if looked else 0.0)
+    ending = [run for run in order if not run.step.endless or run is leader]
+    spend(ending, everything, seconds, LEAD if leader is not None else 0.0)
     spent = -1.0
     while time.monotonic() < begun + seconds and spent < (spent := sum(run.attempt.seconds for run in runs)):
         short = [run for run in ending if run.attempt.status == OUT_OF_TIME and open_to(run, everything)]
