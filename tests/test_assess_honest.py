@@ -27,6 +27,7 @@ from hiddenlab.eval.assess.ensemble import (
     Step,
     attack_all,
     ended_with_all,
+    verified,
 )
 from hiddenlab.eval.assess.kept import of_attacks
 from hiddenlab.eval.assess.readings import RARE, Belief, Reading, by_one_attack, is_misled, rare_accuracy_of
@@ -418,9 +419,11 @@ def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
     for leads in (True, False):
         shown = released(model, [5], [7, 8], [9, 6])
         made = [Step("stuck"), Step("knowing", weight=3)]
-        stuck, _ = attack_all(shown, model, 0, 4.0, silent, made, leads=lambda _, leads=leads: leads)
+        stuck, _ = attack_all(
+            shown, model, 0, 4.0, silent, made, lambda read: -verified(read), lambda _, leads=leads: leads
+        )
         allowed.append(stuck.allowed)
-    assert allowed[0] > allowed[1]
+    assert allowed[0] > 2 * allowed[1]  # about three quarters of what is left, and a quarter
 
 
 class Stuck(Unsure):

@@ -17,8 +17,7 @@ FOLDED = (
 )  # fmt: skip
 # Measured by earlier versions: their notes say so.
 EARLIER = ("gap-plans", "activations", "activations-more", "ablation-beam", "ablation-beam-6")
-# Up to a minute each to define their cells.
-LONG = ("activations", "activations-more", "activations-rule", "after-mpc")
+LONG = ("activations", "activations-more", "activations-rule")  # a minute to define their cells
 TABLES = sorted((Path(__file__).parents[1] / "docs/results/tables").glob("*.json"))
 
 
