@@ -46,7 +46,8 @@ _CATALOG: dict[str, dict[str, dict[str, Effort]]] = {
             # docs/log/012-prompts-from-fingerprints.md: a third less at layer 6 since then.
             "table-2": Effort("about an hour"),
             "order": PLAIN,
-            "invariants": PLAIN,
+            # docs/log/059-ensemble-time.md: 3 to 5 s a prompt without noise at layer 1, 16 to 18 s behind noise.
+            "invariants": Effort("hours: two to six minutes a row at layer 1"),
         },
         "Which defense holds?": {
             "leaderboard": Effort("hours: ten to twenty minutes a defense and layer"),
