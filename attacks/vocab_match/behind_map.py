@@ -197,7 +197,8 @@ def _follow_together(trials: Sequence[Task]) -> None:
         for trial in trials
         if trial.explained is not None and trial.matcher.frame is not None
     ]
-    type(behind[0][0]).follow(behind)
+    if behind:
+        type(behind[0][0]).follow(behind)
 
 
 def _likely(trial: Task, score: float, tried: int, position: int) -> Search:

@@ -37,8 +37,6 @@ SHORT = 4
 SIDE_BY_SIDE = 1 << 18
 
 _ACTIVE: ContextVar["PackedPass | GivenPass | None"] = ContextVar("hiddenlab_pass", default=None)
-
-
 _BEFORE: ContextVar[Callable[[], None] | None] = ContextVar("hiddenlab_before_a_pass", default=None)
 
 
