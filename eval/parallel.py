@@ -60,7 +60,7 @@ class _Actor:
         return lines, self.now
 
     def _note(self, what: str, done: int, total: int) -> None:
-        if total:
+        if total and done >= 0:
             self.now = (what, done, total)
         else:
             self.lines.append(what)

@@ -27,7 +27,7 @@ STREAMS = ("resid", "embed", *INNER_STREAMS, *LAST_STREAMS)
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "nf4")
 MOST_PREFIX_TOKENS = 4096
-Progress = Callable[[str, int, int], None]  # (what, done, total)
+Progress = Callable[[str, int, int], None]  # (what, done, total); a done below 0: it was given up
 
 
 def _ascending(positions: tuple[int, ...]) -> tuple[int, ...]:

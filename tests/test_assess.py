@@ -286,6 +286,14 @@ def test_each_attack_is_told_apart_and_solved_prompts_are_left_alone(tiny_model:
     assert [found[3].results[i].ids for i in (0, 1)] == [[5], [7]] and not found[4].results
 
 
+def test_what_an_attack_left_unfinished_is_not_told_of_any_more(tiny_model: Truncated) -> None:
+    """Else a line of one attack tells how far another one was."""
+    model, told = tiny_model("llama", 1), list[tuple[str, int, int]]()
+    attack_all(released(model, [5]), model, 0, 0.2, lambda *said: told.append(said), steps("never", "endless"))
+    assert told[-2:] == [("endless: searching", 0, 0), ("endless: prompts", -1, 1)]
+    assert not any(name.startswith("never: ") and total for name, _, total in told)
+
+
 def test_one_prompt_that_an_attack_cannot_use_costs_no_other(tiny_model: Truncated) -> None:
     model = tiny_model("llama", 1)
     one, alone = (

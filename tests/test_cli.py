@@ -648,6 +648,21 @@ def test_work_without_news_says_that_it_runs(
     assert [re.sub(r"\d+ s$", "… s", line) for line in written.splitlines()[1:]] == ["prompts: running, … s"]
 
 
+def test_work_that_was_given_up_is_not_shown_any_more(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.bars() as progress:
+        progress("outer", 0, 1)
+        progress("training\tloss 3", 5, 10)
+        progress("training", -1, 10)
+        assert list(progress._running) == ["outer"]
+    with console.bars() as progress:
+        progress._console = console.SafeConsole(file=io.StringIO(), force_terminal=True)
+        progress("outer", 0, 1)
+        progress("training\tloss 3", 5, 10)
+        progress("training", -1, 10)
+        assert [task.description for task in progress._live.tasks] == ["outer"]  # type: ignore[union-attr]
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("name", "option", "message"),
     [

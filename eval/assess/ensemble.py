@@ -269,13 +269,17 @@ class _Run:
             attempt.refused, attempt.status, attempt.reason = True, NOT_APPLICABLE, "every token has a row"
             return
         attempt.allowed += allowed
+        begun_tasks: dict[str, int] = {}  # with their totals; some may not end
 
         def check() -> None:
             if time.monotonic() - begun > allowed:
                 raise _OutOfTimeError
 
         def tell(what: str, done: int, total: int) -> None:
-            self._progress(f"{attempt.attack}: {what}", done, total)
+            name = f"{attempt.attack}: {what}"
+            if total:
+                begun_tasks[name.partition("\t")[0]] = total
+            self._progress(name, done, total)
             check()
 
         status, reason = RAN, ""
@@ -297,6 +301,8 @@ class _Run:
         except Exception as error:  # an attack that fails must not look like a defense that holds
             kind = "" if isinstance(error, HiddenlabError) else f"{type(error).__name__}: "
             status, reason = CRASHED, kind + first_line(error)
+        for name, total in begun_tasks.items():
+            self._progress(name, -1, total)
         attempt.seconds += time.monotonic() - begun
         if attempt.status != CRASHED:  # one that failed once is told of, whatever it did afterwards
             attempt.status, attempt.reason = status, reason

@@ -153,7 +153,8 @@ class Bars:
     Elsewhere a task that reports nothing says so too: after ten seconds, and then every minute.
 
     Text behind a tab in ``what`` is a detail that changes (a loss, say), shown beside the bar. Where there is nothing
-    to count (a total of 0), ``what`` is a line that is shown at once.
+    to count (a total of 0), ``what`` is a line that is shown at once. What was given up (a ``done`` below 0) is not
+    shown any more.
     """
 
     def __init__(self) -> None:
@@ -170,6 +171,9 @@ class Bars:
             self._console.print(what, highlight=False, soft_wrap=True, markup=False)
             return
         what, _, detail = what.partition("\t")
+        if done < 0:
+            self._forget(what)
+            return
         if self._console.is_terminal:
             self._draw(what, detail, done, total)
             return
@@ -198,6 +202,12 @@ class Bars:
     def _tell(self, what: str, task: "_Running", now: float) -> None:
         self._console.print(f"{what}: {task.line(now)}", soft_wrap=True, markup=False)
         task.said = now
+
+    def _forget(self, what: str) -> None:
+        with self._lock:
+            self._running.pop(what, None)
+        if self._live is not None and what in self._tasks:
+            self._live.remove_task(self._tasks.pop(what))
 
     def _watch(self) -> None:
         """Tell of tasks that have not reported for long. Runs in a thread of its own."""
