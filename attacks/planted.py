@@ -34,8 +34,9 @@ WINDOWS, WINDOW = (
     16,
     48,
 )  # of the attacker's own text, from which the language model says how frequent tokens are
-# Standard errors above random tokens: only sequences of such frequent tokens are read as a text.
-FREQUENT = 3.0
+# Standard errors above random tokens, and deviations: only sequences of such frequent tokens are read as a text. Texts
+# in the model's own script lie 0.9 deviations above or more, however long they are.
+FREQUENT, ABOVE = 3.0, 0.75
 # Nats a token above random tokens: a text that is so much likelier is one. Of few tokens more are asked.
 CLEAR, CLEAR_OF_FEW = 2.0, 10.0
 DISTINCT = 3  # a text of so many tokens has more than one that differs from the others
@@ -200,7 +201,9 @@ class Planted(Attack):
         mean, deviation = self._frequency.mean(), self._frequency.std()
         frequent = [
             len(ids) >= FEWEST
-            and bool(self._frequency[ids].mean() >= mean + FREQUENT * deviation / math.sqrt(len(ids)))
+            and bool(
+                self._frequency[ids].mean() >= mean + max(FREQUENT / math.sqrt(len(ids)), ABOVE) * deviation
+            )
             for ids, _ in group
         ]
         read = iter(

@@ -30,6 +30,7 @@ from hiddenlab.eval.assess.ensemble import (
     Attempt,
     Step,
     attack_all,
+    leaves_rows_exact,
 )
 from hiddenlab.eval.assess.secrets import FORMS, planted
 from hiddenlab.eval.assess.verdict import (
@@ -289,7 +290,9 @@ def test_each_attack_is_told_apart_and_solved_prompts_are_left_alone(tiny_model:
 def test_what_an_attack_left_unfinished_is_not_told_of_any_more(tiny_model: Truncated) -> None:
     """Else a line of one attack tells how far another one was."""
     model, told = tiny_model("llama", 1), list[tuple[str, int, int]]()
-    attack_all(released(model, [5]), model, 0, 0.2, lambda *said: told.append(said), steps("never", "endless"))
+    attack_all(
+        released(model, [5]), model, 0, 0.2, lambda *said: told.append(said), steps("never", "endless")
+    )
     assert told[-2:] == [("endless: searching", 0, 0), ("endless: prompts", -1, 1)]
     assert not any(name.startswith("never: ") and total for name, _, total in told)
 
@@ -341,6 +344,51 @@ def test_one_without_an_end_that_read_nothing_waits_for_the_others(tiny_model: T
     made = [Step("patient", weight=0.1), Step("endless", weight=9, endless=True)]
     patient, endless = attack_all(released(model, [5]), model, 0, 2.0, silent, made)
     assert patient.status == RAN and patient.results[0].ids == [5] and endless.status == OUT_OF_TIME
+
+
+@pytest.mark.parametrize(
+    "defenses, exact",
+    [
+        ("seq-perm", True),
+        ("2d-perm", True),
+        ("decoys:count=2|hidden-perm:shared|seq-perm", True),
+        ("orthogonal:fresh=row", True),
+        ("row-mixing:kind=orthogonal,shield=2", True),
+        ("identity", True),
+        ("", False),  # nothing is known of the rows
+        ("seq-perm|round:float16", False),
+        ("output-noise:sigma=0.001|orthogonal", False),
+        ("sparsify:keep=0.9", False),
+        ("gaussian:sigma=0.001", False),
+        ("random-prefix|seq-perm", False),
+        ("vocab-bijection", False),
+        ("drop-rows:size=2,after=10", False),
+        ("failing-stage", False),
+    ],
+)
+def test_what_a_key_undoes_leaves_rows_exact(tiny_model: Truncated, defenses: str, exact: bool) -> None:
+    class FailingStage(Stage):
+        spec = "failing-stage"
+
+        def states(self, states: torch.Tensor, generator: torch.Generator) -> Any:
+            raise ValueError("no such row")
+
+    registry.register("defenses", "failing-stage", FailingStage)
+    model = tiny_model("llama", 1)
+    stages = Channel.parse(defenses.split("|") if defenses else [])
+    info = stages.published(released(model, [5])[0].info)
+    assert leaves_rows_exact(info, model, 0) is exact
+
+
+@pytest.mark.parametrize("defense, first", [("seq-perm", "patient"), ("zeros", "endless")])
+def test_an_attack_for_other_rows_waits_where_they_are_exact(
+    tiny_model: Truncated, defense: str, first: str
+) -> None:
+    model = tiny_model("llama", 1)
+    shown = [Channel.parse([defense]).release(model, [token])[0] for token in (5, 7)]
+    made = [Step("endless", weight=9, inexact=True), Step("patient")]
+    found = attack_all(shown, model, 0, 4.0, silent, made)
+    assert max(found, key=lambda one: one.allowed).attack == first and found[0].status == OUT_OF_TIME
 
 
 def test_a_prompt_that_an_attack_cannot_use_is_not_asked_of_it_again(tiny_model: Truncated) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
+
 from hiddenlab import registry
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
@@ -16,6 +18,7 @@ from hiddenlab.row_facts import extra_rows
 from hiddenlab.stages import are_replaced
 from hiddenlab.text import first_line
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress
+from hiddenlab.utils.random import generator
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,16 @@ class Step:
     Attributes:
         attack: its spec. supposes: the stages that it takes the defense for; empty for what the rows' facts say.
             weight: of its share of the time. missing: it is for observations of some rows alone. endless: it may go on
-            for as long as there is time, so that running out of it says nothing. beside: it looks for the prompt's
-            own tokens also where the model ran others, and rows that are read say nothing more.
+            for as long as there is time, so that running out of it says nothing. inexact: it is for rows that are no
+            longer exact, and waits where a defense leaves them so. beside: it looks for the prompt's own tokens also
+            where the model ran others, and rows that are read say nothing more.
     """
 
     attack: str
     weight: float = 1.0
     missing: bool = False
     endless: bool = False
+    inexact: bool = False
     beside: bool = False
     supposes: tuple[str, ...] = ()
 
@@ -50,27 +55,28 @@ class Step:
         return Channel.parse(self.supposes).published(info) if self.supposes else info
 
 
+OWN, EXACT = 16, 1e-4  # tokens of the attacker's own text, and what rounding may change of its rows
 TOGETHER = 2  # prompts that an attack gets at once; running out of time costs what it read of these
 LOOK = 0.25  # of the time, for a look at one prompt with each attack
 LEAD = 0.75  # of the time behind the look, for the attack that read most of that prompt
 QUICK = "vocab-match:setup=quick,budget=256"
-# In the order of their cost, each with what it reads.
+# Those for one kind of rows come first: elsewhere they are refused at once. The others in the order of their cost.
 ATTACKS = (
-    # What tokens stood for that ran in place of the prompt's. It may take half of the time, and elsewhere takes none.
+    # What tokens stood for that ran in place of the prompt's. It may take half of the time.
     Step("replaced-tokens", weight=14, beside=True),
-    # A key that also served texts which the attacker has; without any it takes no time either.
+    # A key that also served texts which the attacker has.
     Step("known-texts", weight=14),
-    Step(QUICK, weight=2),  # rows as they are, permuted, or behind secret maps
-    Step("planted", weight=2, beside=True),  # ids in low bits, norms or public facts
-    Step("replay"),  # what a defense does alike with every request: a seed that is always 0, one key for all
     Step("turned-blocks"),  # keys and values that were mixed by block and turned
     Step("partial-sums"),  # what a CompNode of Cascade gets
     Step("self-scores"),  # rows in secret coordinates of Cascade
     Step("closed-weights"),  # rows of private, permuted weights
     Step("fingerprint-inversion"),  # projections, TOPLOC proofs, log-probabilities
     Step("missing-tokens", missing=True),  # tokens between shown rows
+    Step(QUICK, weight=2),  # rows as they are, permuted, or behind secret maps
+    Step("planted", weight=2, beside=True),  # ids in low bits, norms or public facts
+    Step("replay"),  # what a defense does alike with every request: a seed that is always 0, one key for all
     Step("shard-reading"),  # anything linear: regressions on what the attacker releases himself
-    Step("beam-decoding", weight=4),  # noise, rounding, shuffled rows
+    Step("beam-decoding", weight=4, inexact=True),  # noise, rounding, shuffled rows
     Step("vocab-match", weight=2, endless=True),  # the whole vocabulary
 )
 # What the attacker supposes who knows nothing of the defense.
@@ -179,7 +185,8 @@ def attack_all(
     that read most of it gets three quarters of the time that is left for all prompts, if what it read convinces, and
     the others follow, what read nothing last. Within each of the two parts an attack leaves the time that it does not
     use to those behind it. Time that is left at the end goes to those that ran out of theirs, and then to one without
-    an end (``Step.endless``). Prompts that are solved are not attacked again.
+    an end (``Step.endless``) and, where a defense leaves rows exact, to those for other rows (``Step.inexact``).
+    Prompts that are solved are not attacked again.
 
     Args:
         seconds: for all attacks together. promise: how much the attacker believes an answer; the larger the better.
@@ -196,6 +203,7 @@ def attack_all(
         for step in steps
     ]
     runs = [_Run(n, step, model, seed, progress, facts[n], diary) for n, step in enumerate(steps)]
+    exact = leaves_rows_exact(observations[0].info, model, seed)
     begun -= sum(run.attempt.seconds for run in runs)
     shortest = min(range(len(observations)), key=lambda i: len(observations[i].states))
 
@@ -225,13 +233,13 @@ def attack_all(
             run.go(left_over, left * max(share, lead if number == 0 else 0.0))
 
     if len(observations) > 1:  # with one prompt there is nothing to learn from it for others
-        spend(runs, [shortest], LOOK * seconds, 0.0)
+        spend([run for run in runs if not (run.step.inexact and exact)], [shortest], LOOK * seconds, 0.0)
         looked = [run for run in runs if shortest in run.attempt.results]
         looked.sort(key=lambda run: promise(run.attempt.results[shortest]), reverse=True)
     order, everything = [*looked, *(run for run in runs if run not in looked)], range(len(observations))
     leader = looked[0] if looked and leads(looked[0].attempt.results[shortest]) else None
     # What goes on for as long as there is time leads, or waits until the others have ended.
-    ending = [run for run in order if not run.step.endless or run is leader]
+    ending = [run for run in order if not (run.step.endless or (run.step.inexact and exact)) or run is leader]
     spend(ending, everything, seconds, LEAD if leader is not None else 0.0)
     spent = -1.0
     while time.monotonic() < begun + seconds and spent < (spent := sum(run.attempt.seconds for run in runs)):
@@ -239,6 +247,26 @@ def attack_all(
         spend(short, everything, seconds, 0.0)
     spend([run for run in order if run not in ending], everything, seconds, 0.0)
     return [run.attempt for run in runs]
+
+
+def leaves_rows_exact(info: ObservationInfo, model: TruncatedModel, seed: int) -> bool:
+    """Return whether the keys of a defense give the model's own rows back, as far as float32 goes.
+
+    The attacker tries it on a text of his own. So a secret order or matrix does, noise and rounding do not, and neither
+    does a defense that cannot undo what it did.
+    """
+    text = torch.randint(model.vocab_size, (OWN,), generator=generator(seed, "own rows")).tolist()
+    plain, _ = Channel([]).release(model, text, seed)
+    try:
+        channel = Channel.parse(info.channel)
+        if not channel.defenses or info.positions is not None:
+            return False
+        rows = channel.received(*channel.release(model, text, seed))
+    except Exception:  # the code of somebody else's defense; attacks tell what fails there
+        return False
+    return rows.shape == plain.states.shape and bool(
+        (rows - plain.states).norm() <= EXACT * plain.states.norm()
+    )
 
 
 class _Run:
