@@ -27,7 +27,7 @@ from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.secret_maps import is_mapped
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, TokenPrediction
 
-TRIED = 8  # sequences of each kind of place that are run through the model
+TRIED = 8  # sequences of each kind of place that are run through the model, and of all that are read as texts
 FEWEST = 4  # tokens of a sequence that nothing but a language model tells from chance
 LONGEST = 2048  # tokens of a sequence
 WINDOWS, WINDOW = (
@@ -196,25 +196,24 @@ class Planted(Attack):
     def _texts(self, group: Sequence[Candidate]) -> list[float]:
         """Return by how many nats a token each sequence is more than clearly likelier than chance; above 0: a text.
 
-        The language model reads only sequences whose tokens are frequent by themselves, all of them together.
+        The language model reads only sequences whose tokens are frequent by themselves, the most frequent ones, all of
+        them together.
         """
         mean, deviation = self._frequency.mean(), self._frequency.std()
+        above = {
+            i: float((self._frequency[ids].mean() - mean) / deviation)
+            for i, (ids, _) in enumerate(group)
+            if len(ids) >= FEWEST
+        }
         frequent = [
-            len(ids) >= FEWEST
-            and bool(
-                self._frequency[ids].mean() >= mean + max(FREQUENT / math.sqrt(len(ids)), ABOVE) * deviation
-            )
-            for ids, _ in group
+            i for i, score in above.items() if score >= max(FREQUENT / math.sqrt(len(group[i][0])), ABOVE)
         ]
-        read = iter(
-            self._log_probabilities([ids for (ids, _), fits in zip(group, frequent, strict=True) if fits])
-        )
-        return [
-            next(read) - self._by_chance(len(ids)) - CLEAR - CLEAR_OF_FEW / math.sqrt(len(ids))
-            if fits
-            else -math.inf
-            for (ids, _), fits in zip(group, frequent, strict=True)
-        ]
+        chosen = sorted(frequent, key=lambda i: -above[i])[: self.tried]
+        texts = [-math.inf] * len(group)
+        for i, read in zip(chosen, self._log_probabilities([group[i][0] for i in chosen]), strict=True):
+            length = len(group[i][0])
+            texts[i] = read - self._by_chance(length) - CLEAR - CLEAR_OF_FEW / math.sqrt(length)
+        return texts
 
     def _by_chance(self, length: int) -> float:
         """Return the mean log-probability of random tokens."""

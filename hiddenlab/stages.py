@@ -175,8 +175,8 @@ class Stage:
     def undo(self, states: Float[Tensor, "more d"], details: dict[str, Any]) -> Float[Tensor, "rows d"]:
         """Return released states as one gets them who knows the secret details that ``states`` returned.
 
-        It measures what a defense costs its rightful user; no attack calls it. Rows are in their first order already,
-        without those that the order says are no token's.
+        It measures what a defense costs its rightful user, and no attack calls it on a prompt's rows. Rows are in their
+        first order already, without those that the order says are no token's.
         """
         return states
 

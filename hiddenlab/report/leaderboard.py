@@ -11,8 +11,9 @@ LEADERBOARD = "leaderboard"
 BOARD_TITLE = "Leaderboard of defenses"
 INTRODUCTION = """\
 Each row is one assessment by `hiddenlab assess`: a defense, on one model, at one layer. The defense that leaks least
-stands first. Of two that leak alike, the one stands first that keeps more of the model's next tokens. A defense is of
-use where the leak is small and most next tokens stay the same. What the verdicts mean, what was recovered, and all
+stands first. Of two that leak alike, the one stands first that keeps more of the model's next tokens. Rows of which
+nothing follows (INCONCLUSIVE) stand last, whatever was read. A defense is of use where the leak is small and most next
+tokens stay the same. A dash means not measured, or no attack. What the verdicts mean, what was recovered, and all
 figures stand below."""
 SHORT = ("verdict", "leak", "top1_agreement", "attack")  # behind the keys that differ
 
@@ -21,7 +22,8 @@ def gathered(studies: Sequence[Study]) -> list[Study]:
     """Return studies with all tables of the leaderboard as one, the defense that leaks least first.
 
     Of two rows with the same labels, such as the same defense with more prompts, both stay. Rows of one leak are in the
-    order of the model's agreement with itself behind the defense, the best first. A row without a leak comes last.
+    order of the model's agreement with itself behind the defense, the best first. Rows of which nothing follows come
+    behind them, and rows without a leak last.
     """
     parts = [study for study in studies if is_board(study.table["experiment"])]
     if len(parts) < 2:
@@ -62,8 +64,9 @@ def is_board(experiment: str) -> bool:
 
 
 def _sorted(study: Study) -> Study:
-    def place(row: dict[str, Any]) -> tuple[float, float]:
+    def place(row: dict[str, Any]) -> tuple[bool, bool, float, float]:
         leak, agreement = (row["figures"].get(name, {}).get("value") for name in ("leak", "top1_agreement"))
-        return float("inf") if leak is None else round(leak, 3), -(agreement or 0.0)
+        nothing_follows = row.get("words", {}).get("verdict") == "INCONCLUSIVE"
+        return leak is None, nothing_follows, round(leak or 0.0, 3), -(agreement or 0.0)
 
     return Study({**study.table, "rows": sorted(study.table["rows"], key=place)}, study.runs)
