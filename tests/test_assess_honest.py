@@ -19,6 +19,7 @@ from hiddenlab.cli import app
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.eval.assess import command, price
+from hiddenlab.eval.assess.belief import RARE, Belief
 from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.ensemble import (
     DONE_BEFORE,
@@ -30,7 +31,7 @@ from hiddenlab.eval.assess.ensemble import (
     verified,
 )
 from hiddenlab.eval.assess.kept import of_attacks
-from hiddenlab.eval.assess.readings import RARE, Belief, Reading, by_one_attack, is_misled, rare_accuracy_of
+from hiddenlab.eval.assess.readings import Reading, by_one_attack, is_misled, rare_accuracy_of
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.report.markdown import write_report
@@ -413,6 +414,59 @@ def test_a_reading_convinces_where_half_is_sure_or_it_is_a_text(
     assert not replaced.convinces(answer(4))
 
 
+def read_as(ids: Sequence[int], rows: Sequence[int] | None = None) -> AttackResult:
+    where = range(len(ids)) if rows is None else rows
+    tokens = (TokenPrediction(token, row, 0.0, None, 1, False) for token, row in zip(ids, where, strict=True))
+    return AttackResult(tuple(tokens), 0, 0, 0.0, "complete")
+
+
+@pytest.mark.parametrize(
+    "defenses",
+    [
+        "output-noise:sigma=0.3",
+        "gaussian:sigma=0.05",
+        "output-noise:sigma=0.1|hidden-perm",
+        "output-noise:sigma=0.1|seq-perm",
+        "output-noise:sigma=0.1|2d-perm",
+        "decoys:count=3|output-noise:sigma=0.1|seq-perm",
+        "round:int8",
+    ],
+)
+def test_of_two_texts_the_one_is_believed_that_explains_the_rows(
+    tiny_model: Truncated, defenses: str
+) -> None:
+    """The other one has a wrong token, and is a little likelier."""
+    model = tiny_model("llama", 1)
+    prompt = [5, 17, 40, 8, 77, 31, 9, 62, 24, 11, 50, 3]
+    shown, _ = Channel.parse(defenses.split("|")).release(model, prompt, 3)
+    wrong = [*prompt[:6], 90, *prompt[7:]]
+    belief = Belief(model)
+    belief._likelihood = lambda ids: -3.8 if list(ids) == wrong else -4.0  # type: ignore[method-assign]
+    assert belief(read_as(prompt), shown) > belief(read_as(wrong), shown)
+    assert belief(read_as(prompt), shown) > belief(read_as(prompt[:4]), shown)  # it explains fewer rows
+
+
+def test_where_rows_say_nothing_the_likelier_text_is_believed(tiny_model: Truncated) -> None:
+    """Rows that are noise are fitted best by nonsense."""
+    model = tiny_model("llama", 1)
+    prompt = [5, 17, 40, 8, 77, 31, 9, 62, 24, 11, 50, 3]
+    shown, _ = Channel([]).release(model, prompt)
+    states = torch.cat([Channel([]).release(model, [i])[0].states for i in range(model.vocab_size)])
+    noise = replace(
+        shown,
+        states=states.std() * torch.randn(12, states.shape[1], generator=torch.Generator().manual_seed(1)),
+    )
+    nonsense = torch.cdist(noise.states, states).argmin(1).tolist()
+    belief = Belief(model)
+    belief._likelihood = lambda ids: -4.0 if list(ids) == prompt else -12.0  # type: ignore[method-assign]
+    assert belief(read_as(prompt), noise) > belief(read_as(nonsense), noise)
+    for defense in ("orthogonal", "vocab-bijection"):
+        hidden, _ = Channel.parse([defense]).release(model, prompt)
+        assert Belief(model, defense == "vocab-bijection")._evidence(read_as(prompt), hidden) == 0.0
+    assert Belief(model)._evidence(read_as(prompt), replace(shown, states=shown.states * 0)) == 0.0
+    assert Belief(model)._evidence(read_as([]), shown) == 0.0
+
+
 def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
     """The first attack reads the shortest prompt at once, and never ends with the others."""
     model, allowed = tiny_model("llama", 1), []
@@ -420,7 +474,7 @@ def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
         shown = released(model, [5], [7, 8], [9, 6])
         made = [Step("stuck"), Step("knowing", weight=3)]
         stuck, _ = attack_all(
-            shown, model, 0, 4.0, silent, made, lambda read: -verified(read), lambda _, leads=leads: leads
+            shown, model, 0, 4.0, silent, made, lambda read, _: -verified(read), lambda _, leads=leads: leads
         )
         allowed.append(stuck.allowed)
     assert allowed[0] > 2 * allowed[1]  # about three quarters of what is left, and a quarter

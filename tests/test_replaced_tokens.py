@@ -21,9 +21,10 @@ from hiddenlab.defenses import replace_tokens
 from hiddenlab.defenses.replace_tokens import CusText, RanText, SanText, VocabularyBijection
 from hiddenlab.errors import HiddenlabError, InputError, NotApplicableError
 from hiddenlab.eval.assess import ensemble
+from hiddenlab.eval.assess.belief import Belief
 from hiddenlab.eval.assess.ensemble import Attempt
 from hiddenlab.eval.assess.hiding import as_known
-from hiddenlab.eval.assess.readings import Belief, Reading, is_misled, shown_accuracy_of, undecoded_of
+from hiddenlab.eval.assess.readings import Reading, is_misled, shown_accuracy_of, undecoded_of
 from hiddenlab.eval.assess.verdict import Evidence, sentence_of, status_of
 from hiddenlab.eval.measures.intervals import Estimate
 from hiddenlab.job import Case
@@ -398,7 +399,7 @@ def test_tokens_that_ran_and_were_read_do_not_count_as_wrong(tiny_model: Truncat
     assert not is_misled(reading, [wrong], 0, table)
     assert shown_accuracy_of([reading], [right]) == 1.0
     # And the attacker, who knows that tokens were replaced, is sure of none of the prompt's.
-    sure = [Belief(model, replaced)(right.results[0])[0] for replaced in (True, False)]
+    sure = [Belief(model, replaced)(right.results[0], observation)[0] for replaced in (True, False)]
     assert sure == [0, len(PROMPT)]
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from hiddenlab.config import AttackConfig
+from hiddenlab.eval.assess.belief import Belief
 from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.ensemble import ATTACKS, Step, attack_all
-from hiddenlab.eval.assess.readings import Belief, readings_of, right_of, truth_of
+from hiddenlab.eval.assess.readings import readings_of, right_of, truth_of
 from hiddenlab.eval.assess.session import release_all
 from hiddenlab.eval.cells import Figures, Worded
 from hiddenlab.eval.measures.attack import as_figures, exactly

@@ -14,6 +14,7 @@ from hiddenlab.attacker import Attacker
 from hiddenlab.channels import Channel
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
+from hiddenlab.eval.assess.belief import Belief
 from hiddenlab.eval.assess.control import guesses
 from hiddenlab.eval.assess.ensemble import (
     ATTACKS,
@@ -29,7 +30,6 @@ from hiddenlab.eval.assess.ensemble import (
 from hiddenlab.eval.assess.kept import UNDEFENDED, VERB, Kept, of_attacks, unfinished
 from hiddenlab.eval.assess.price import cost_of, utility_of
 from hiddenlab.eval.assess.readings import (
-    Belief,
     Reading,
     best_of,
     by_one_attack,

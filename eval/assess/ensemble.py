@@ -147,6 +147,10 @@ def verified(result: AttackResult) -> int:
     return sum(token.verified for token in result.tokens)
 
 
+def _sure(result: AttackResult, observation: Observation) -> int:
+    return verified(result)
+
+
 def solved(result: AttackResult, observation: Observation) -> bool:
     """Return whether an attack is sure of the token of every row, so that none need read the rows again.
 
@@ -175,7 +179,7 @@ def attack_all(
     seconds: float,
     progress: Progress,
     steps: Sequence[Step],
-    promise: Callable[[AttackResult], Any] = verified,
+    promise: Callable[[AttackResult, Observation], Any] = _sure,
     leads: Callable[[AttackResult], bool] = bool,
     diary: Diary | None = None,
 ) -> list[Attempt]:
@@ -235,7 +239,9 @@ def attack_all(
     if len(observations) > 1:  # with one prompt there is nothing to learn from it for others
         spend([run for run in runs if not (run.step.inexact and exact)], [shortest], LOOK * seconds, 0.0)
         looked = [run for run in runs if shortest in run.attempt.results]
-        looked.sort(key=lambda run: promise(run.attempt.results[shortest]), reverse=True)
+        looked.sort(
+            key=lambda run: promise(run.attempt.results[shortest], observations[shortest]), reverse=True
+        )
     order, everything = [*looked, *(run for run in runs if run not in looked)], range(len(observations))
     leader = looked[0] if looked and leads(looked[0].attempt.results[shortest]) else None
     # What goes on for as long as there is time leads, or waits until the others have ended.

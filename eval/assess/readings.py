@@ -1,28 +1,23 @@
 """Choose what the attacker believes of each prompt, and compare it with the truth where one is known."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hiddenlab.eval.assess.belief import Belief
 from hiddenlab.eval.assess.ensemble import Attempt, solved, verified
 from hiddenlab.eval.assess.verdict import leak_of
 from hiddenlab.eval.measures.intervals import Estimate
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
-from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.row_facts import extra_rows
 from hiddenlab.scoring import Score, places_of, score
 from hiddenlab.types import AttackResult, GroundTruth, Observation
 
-# How near to the likelihood of own texts a text is, as a share of the way from there to random tokens, and of how many.
-NEARLY, USUAL = 0.25, 4
-RARE = 0.01  # the probability below which a language model does not expect a token
 DECODES = "replaced-tokens"  # the step that reads what tokens stood for which ran in place of the prompt's
 
 
@@ -75,67 +70,6 @@ def truth_of(case: Case) -> GroundTruth:
     return case.truth
 
 
-class Belief:
-    """How far the attacker believes an answer: by tokens that are sure, then by how likely its text is.
-
-    Args:
-        replaced: tokens were replaced before the model ran, which is public; verified ones say nothing of the prompt.
-    """
-
-    def __init__(self, model: TruncatedModel, replaced: bool = False) -> None:
-        self._model, self._replaced = model, replaced
-        self._lengths: dict[int, tuple[float, float]] = {}
-
-    @cached_property
-    def _whole(self) -> TruncatedModel:
-        """The whole model, loaded when it is first asked."""
-        return self._model.sibling(stream="logits")
-
-    def __call__(self, result: AttackResult) -> tuple[int, float]:
-        return 0 if self._replaced else verified(result), self._likelihood(result.ids)
-
-    def convinces(self, result: AttackResult) -> bool:
-        """Return whether an answer is surely much of the prompt: half of it verified, or a text.
-
-        A text is nearly as likely as one of the attacker's own, and far likelier than random tokens.
-        """
-        if not self._replaced and 2 * verified(result) >= len(result.ids):
-            return True
-        own, chance = self._usual(len(result.ids))
-        return self._likelihood(result.ids) > own - NEARLY * (own - chance)
-
-    def _usual(self, length: int) -> tuple[float, float]:
-        """Return the likelihood of texts of the attacker's own with so many tokens, and of random tokens."""
-        if length not in self._lengths:
-            corpus = Corpus(self._model, 0)
-            own, chance = (
-                sum(self._likelihood(drawn(length).tolist()) for _ in range(USUAL)) / USUAL
-                for drawn in (corpus.text_of, corpus.uniform)
-            )
-            self._lengths[length] = own, chance
-        return self._lengths[length]
-
-    def rare(self, ids: Sequence[int]) -> set[int]:
-        """Return where tokens stand that the model expects with less than 1 % behind those before them.
-
-        They are names, numbers and the like: what a text says that others do not. The first token is none of them.
-        """
-        if len(ids) < 2:
-            return set()
-        return {place + 1 for place in (self._said(ids) < math.log(RARE)).nonzero()[:, 0].tolist()}
-
-    def _likelihood(self, ids: Sequence[int]) -> float:
-        """Return the mean log-probability of a text's tokens behind its first."""
-        return float("-inf") if len(ids) < 2 else float(self._said(ids).mean())
-
-    @torch.inference_mode()
-    def _said(self, ids: Sequence[int]) -> Float[Tensor, " n"]:
-        """Return the log-probability of each token behind the first."""
-        tokens = torch.tensor(list(ids))
-        said = self._whole.encode(tokens)[:-1].float().log_softmax(-1)
-        return said.gather(1, tokens[1:, None].to(said.device))[:, 0]
-
-
 def readings_of(
     model: TruncatedModel,
     cases: Sequence[Case],
@@ -151,7 +85,9 @@ def readings_of(
         if not found:
             readings.append(Reading(case, observation, None, None, None))
             continue
-        name, result = found[0] if len(found) == 1 else max(found, key=lambda one: belief(one[1]))
+        name, result = (
+            found[0] if len(found) == 1 else max(found, key=lambda one: belief(one[1], observation))
+        )
         scored = None if case.truth is None else _scored(model, result, case.truth)
         readings.append(Reading(case, observation, name, result, scored))
     return readings
