@@ -188,9 +188,9 @@ def attack_all(
     A quarter of the time goes to a look: each attack, the cheapest first, gets the shortest prompt. Then the attack
     that read most of it gets three quarters of the time that is left for all prompts, if what it read convinces, and
     the others follow, what read nothing last. Within each of the two parts an attack leaves the time that it does not
-    use to those behind it. Time that is left at the end goes to those that ran out of theirs, and then to one without
-    an end (``Step.endless``) and, where a defense leaves rows exact, to those for other rows (``Step.inexact``).
-    Prompts that are solved are not attacked again.
+    use to those behind it. Time that is left at the end goes to those that ran out of theirs, then to one without an
+    end (``Step.endless``), and where a defense leaves rows exact, a quarter of it to those for other rows
+    (``Step.inexact``). Prompts that are solved are not attacked again.
 
     Args:
         seconds: for all attacks together. promise: how much the attacker believes an answer; the larger the better.
@@ -251,7 +251,8 @@ def attack_all(
     while time.monotonic() < begun + seconds and spent < (spent := sum(run.attempt.seconds for run in runs)):
         short = [run for run in ending if run.attempt.status == OUT_OF_TIME and open_to(run, everything)]
         spend(short, everything, seconds, 0.0)
-    spend([run for run in order if run not in ending], everything, seconds, 0.0)
+    waiting = [run for run in order if run not in ending]
+    spend(sorted(waiting, key=lambda run: not run.step.endless), everything, seconds, LEAD)
     return [run.attempt for run in runs]
 
 
