@@ -34,9 +34,8 @@ WINDOWS, WINDOW = (
     16,
     48,
 )  # of the attacker's own text, from which the language model says how frequent tokens are
-# Standard errors above random tokens, and deviations: only sequences of such frequent tokens are read as a text. Texts
-# in the model's own script lie 0.9 deviations above or more, however long they are.
-FREQUENT, ABOVE = 3.0, 0.75
+# Standard errors above random tokens: only sequences of such frequent tokens are read as a text.
+FREQUENT = 3.0
 # Nats a token above random tokens: a text that is so much likelier is one. Of few tokens more are asked.
 CLEAR, CLEAR_OF_FEW = 2.0, 10.0
 DISTINCT = 3  # a text of so many tokens has more than one that differs from the others
@@ -200,15 +199,13 @@ class Planted(Attack):
         them together.
         """
         mean, deviation = self._frequency.mean(), self._frequency.std()
-        above = {
-            i: float((self._frequency[ids].mean() - mean) / deviation)
+        errors = {
+            i: float((self._frequency[ids].mean() - mean) / deviation) * math.sqrt(len(ids))
             for i, (ids, _) in enumerate(group)
             if len(ids) >= FEWEST
         }
-        frequent = [
-            i for i, score in above.items() if score >= max(FREQUENT / math.sqrt(len(group[i][0])), ABOVE)
-        ]
-        chosen = sorted(frequent, key=lambda i: -above[i])[: self.tried]
+        frequent = sorted((i for i in errors if errors[i] >= FREQUENT), key=lambda i: -errors[i])
+        chosen = frequent[: self.tried]
         texts = [-math.inf] * len(group)
         for i, read in zip(chosen, self._log_probabilities([group[i][0] for i in chosen]), strict=True):
             length = len(group[i][0])

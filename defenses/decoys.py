@@ -32,6 +32,8 @@ class Decoys(Stage):
         InputError: ``count`` is below 1.
     """
 
+    exact = True
+
     def __init__(self, count: int, kind: Literal["texts", "gaussian"] = "texts") -> None:
         if count < 1:
             raise InputError(f"decoys need a count of 1 or more, not {count}; for none leave the defense out")

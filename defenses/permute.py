@@ -18,6 +18,7 @@ class SequencePermutation(Stage):
     The order belongs to the key: if it serves several prompts, those of one length have the same order.
     """
 
+    exact = True
     spec = "seq-perm"
 
     def states(
@@ -44,6 +45,8 @@ class HiddenPermutation(Stage):
     Args:
         mode: ``per-row`` or ``shared``.
     """
+
+    exact = True
 
     def __init__(self, mode: Literal["per-row", "shared"] = "per-row") -> None:
         self.mode = mode
@@ -72,6 +75,7 @@ class HiddenPermutation(Stage):
 class Factorized2D(Stage):
     """Shuffle the coordinates of each row with its own permutation, and then the rows (paper, section 5.2.3)."""
 
+    exact = True
     spec = "2d-perm"
 
     def states(

@@ -27,6 +27,8 @@ class Orthogonal(Stage):
         fresh: ``prompt`` for one map of all rows of a prompt, ``row`` for a map of every row.
     """
 
+    exact = True
+
     def __init__(self, fresh: Literal["prompt", "row"] = "prompt") -> None:
         self.fresh = fresh
         self.spec = "orthogonal" if fresh == "prompt" else f"orthogonal:fresh={fresh}"
@@ -84,6 +86,8 @@ class RowMixing(Stage):
     Raises:
         InputError: ``shield`` is negative, or ``energy`` is not positive.
     """
+
+    exact = True
 
     def __init__(
         self, kind: Literal["gaussian", "orthogonal"] = "gaussian", shield: int = 0, energy: float = 4.0

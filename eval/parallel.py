@@ -60,10 +60,10 @@ class _Actor:
         return lines, self.now
 
     def _note(self, what: str, done: int, total: int) -> None:
-        if total and done >= 0:
-            self.now = (what, done, total)
-        else:
+        if not total:
             self.lines.append(what)
+        elif done >= 0:  # else it was given up
+            self.now = (what, done, total)
 
 
 @dataclass(eq=False)

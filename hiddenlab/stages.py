@@ -150,11 +150,17 @@ class Vocabulary:
 
 
 class Stage:
-    """A defense that does nothing; built-ins override what they change and leave the rest."""
+    """A defense that does nothing; built-ins override what they change and leave the rest.
+
+    Attributes:
+        exact: all that it does to rows is to order them, to put others beside them, or to send them through a map that
+            its public facts name; so attacks find the model's own numbers behind it, without noise.
+    """
 
     spec = "identity"
     selects = False
     adds = 0
+    exact = False
 
     def __repr__(self) -> str:
         return self.spec
@@ -175,8 +181,8 @@ class Stage:
     def undo(self, states: Float[Tensor, "more d"], details: dict[str, Any]) -> Float[Tensor, "rows d"]:
         """Return released states as one gets them who knows the secret details that ``states`` returned.
 
-        It measures what a defense costs its rightful user, and no attack calls it on a prompt's rows. Rows are in their
-        first order already, without those that the order says are no token's.
+        It measures what a defense costs its rightful user; no attack calls it. Rows are in their first order already,
+        without those that the order says are no token's.
         """
         return states
 

@@ -354,30 +354,22 @@ def test_one_without_an_end_that_read_nothing_waits_for_the_others(tiny_model: T
         ("decoys:count=2|hidden-perm:shared|seq-perm", True),
         ("orthogonal:fresh=row", True),
         ("row-mixing:kind=orthogonal,shield=2", True),
-        ("identity", True),
         ("", False),  # nothing is known of the rows
         ("seq-perm|round:float16", False),
         ("output-noise:sigma=0.001|orthogonal", False),
         ("sparsify:keep=0.9", False),
-        ("gaussian:sigma=0.001", False),
+        ("gaussian:sigma=0.001|seq-perm", False),
         ("random-prefix|seq-perm", False),
+        ("dtype:bfloat16|seq-perm", False),
         ("vocab-bijection", False),
         ("drop-rows:size=2,after=10", False),
-        ("failing-stage", False),
+        ("zeros", False),  # somebody else's, of which nothing is known
     ],
 )
-def test_what_a_key_undoes_leaves_rows_exact(tiny_model: Truncated, defenses: str, exact: bool) -> None:
-    class FailingStage(Stage):
-        spec = "failing-stage"
-
-        def states(self, states: torch.Tensor, generator: torch.Generator) -> Any:
-            raise ValueError("no such row")
-
-    registry.register("defenses", "failing-stage", FailingStage)
-    model = tiny_model("llama", 1)
-    stages = Channel.parse(defenses.split("|") if defenses else [])
-    info = stages.published(released(model, [5])[0].info)
-    assert leaves_rows_exact(info, model, 0) is exact
+def test_orders_and_maps_leave_rows_exact(tiny_model: Truncated, defenses: str, exact: bool) -> None:
+    plain = released(tiny_model("llama", 1), [5])[0].info
+    assert leaves_rows_exact(Channel.parse(defenses.split("|") * bool(defenses)).published(plain)) is exact
+    assert not leaves_rows_exact(replace(plain, channel=("no-such-stage",)))
 
 
 @pytest.mark.parametrize("defense, first", [("seq-perm", "patient"), ("zeros", "endless")])
@@ -389,6 +381,17 @@ def test_an_attack_for_other_rows_waits_where_they_are_exact(
     made = [Step("endless", weight=9, inexact=True), Step("patient")]
     found = attack_all(shown, model, 0, 4.0, silent, made)
     assert max(found, key=lambda one: one.allowed).attack == first and found[0].status == OUT_OF_TIME
+
+
+def test_where_rows_are_exact_the_whole_vocabulary_comes_before_an_attack_for_other_rows(
+    tiny_model: Truncated,
+) -> None:
+    model = tiny_model("llama", 1)
+    shown = Channel.parse(["seq-perm"]).release(model, [5])[0]
+    made = [Step("endless", weight=9, inexact=True), Step("slowed", endless=True)]
+    shown = replace(shown, states=shown.states * 0)  # which neither reads
+    inexact, endless = attack_all([shown], model, 0, 2.0, silent, made)
+    assert endless.allowed == pytest.approx(1.5, abs=0.05) and inexact.allowed == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_prompt_that_an_attack_cannot_use_is_not_asked_of_it_again(tiny_model: Truncated) -> None:
@@ -601,6 +604,12 @@ def test_tables_of_a_leaderboard_are_read_as_one() -> None:
         return Study({"experiment": name, "rows": rows, "notes": ["one note", name], "command": name})
 
     other = Study({"experiment": "noise", "rows": [], "notes": [], "command": "c"})
+    unclear = table("leaderboard-c", 0.0)
+    unclear.table["rows"][0]["words"] = {"verdict": "INCONCLUSIVE"}
+    board, _ = gathered([unclear, other, table("leaderboard-d", 0.9, None)])
+    assert [row["keys"]["defense"] for row in board.table["rows"]] == [
+        "leaderboard-d 0.9", "leaderboard-c 0.0", "leaderboard-d None",
+    ]  # fmt: skip
     whole, rest = gathered([table("leaderboard-a", 0.9, None), other, table("leaderboard-b", 0.1)])
     whole.table["figures"] = {"leak": "what leaks"}
     for row in whole.table["rows"]:

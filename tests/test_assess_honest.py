@@ -57,6 +57,7 @@ def names(fakes: None) -> None:  # noqa: F811
     registry.register("attacks", "stopping", Stopping)
     registry.register("attacks", "sure-of-one", SureOfOne)
     registry.register("attacks", "stuck", Stuck)
+    registry.register("attacks", "misread", Misread)
 
 
 class SureOfOne(Unsure):
@@ -442,8 +443,8 @@ def test_of_two_texts_the_one_is_believed_that_explains_the_rows(
     wrong = [*prompt[:6], 90, *prompt[7:]]
     belief = Belief(model)
     belief._likelihood = lambda ids: -3.8 if list(ids) == wrong else -4.0  # type: ignore[method-assign]
-    assert belief(read_as(prompt), shown) > belief(read_as(wrong), shown)
-    assert belief(read_as(prompt), shown) > belief(read_as(prompt[:4]), shown)  # it explains fewer rows
+    right, other, part = belief.weigh([read_as(prompt), read_as(wrong), read_as(prompt[:4])], shown)
+    assert right > other and right > part  # a part of the text explains fewer rows
 
 
 def test_where_rows_say_nothing_the_likelier_text_is_believed(tiny_model: Truncated) -> None:
@@ -459,12 +460,59 @@ def test_where_rows_say_nothing_the_likelier_text_is_believed(tiny_model: Trunca
     nonsense = torch.cdist(noise.states, states).argmin(1).tolist()
     belief = Belief(model)
     belief._likelihood = lambda ids: -4.0 if list(ids) == prompt else -12.0  # type: ignore[method-assign]
-    assert belief(read_as(prompt), noise) > belief(read_as(nonsense), noise)
+    text, fitted = belief.weigh([read_as(prompt), read_as(nonsense)], noise)
+    assert text > fitted
+
+
+def test_answers_of_which_one_cannot_be_compared_with_the_rows_are_weighed_by_language(
+    tiny_model: Truncated,
+) -> None:
+    model, prompt = tiny_model("llama", 1), [5, 17, 40, 8, 77, 31, 9, 62, 24, 11, 50, 3]
+    shown, _ = Channel([]).release(model, prompt)
+    belief, said = Belief(model), Belief(model)._likelihood(prompt)
+    assert belief.weigh([read_as(prompt)], shown)[0][1] > said + 1
+    gaps = replace(read_as(prompt[:3]), positions=(0, 2, 5))
+    assert belief.weigh([read_as(prompt), gaps, read_as([])], shown)[0] == (0, said)
+    for states in (shown.states * 0, shown.states[:1]):
+        assert belief.weigh([read_as(prompt)], replace(shown, states=states)) == [(0, said)]
     for defense in ("orthogonal", "vocab-bijection"):
         hidden, _ = Channel.parse([defense]).release(model, prompt)
-        assert Belief(model, defense == "vocab-bijection")._evidence(read_as(prompt), hidden) == 0.0
-    assert Belief(model)._evidence(read_as(prompt), replace(shown, states=shown.states * 0)) == 0.0
-    assert Belief(model)._evidence(read_as([]), shown) == 0.0
+        assert Belief(model, defense == "vocab-bijection")._evidence(read_as(prompt), hidden) is None
+
+
+@pytest.mark.parametrize(
+    "defense", ["sparsify:keep=0.2", "truncated-svd:rank=6", "round:int4", "project:count=16"]
+)
+def test_a_first_row_that_is_far_longer_and_rows_that_are_cut_do_not_hide_a_wrong_token(
+    tiny_model: Truncated, defense: str
+) -> None:
+    model, prompt = tiny_model("llama", 1), [5, 17, 40, 8, 77, 31, 9, 62, 24, 11, 50, 3]
+    belief = Belief(model)
+    right, wrong = (read_as([*prompt[:6], token, *prompt[7:]]) for token in (prompt[6], 90))
+    cut, _ = Channel.parse([defense]).release(model, prompt)
+    plain, _ = Channel([]).release(model, prompt)
+    long = plain.states + 0.1 * plain.states.std() * torch.randn(
+        plain.states.shape, generator=torch.Generator().manual_seed(0)
+    )
+    long[0] *= 300
+    for shown in (cut, replace(plain, states=long)):
+        explained = [belief._evidence(answer, shown) for answer in (right, wrong)]
+        assert explained[0] > explained[1] + 0.1 > 0.1  # type: ignore[operator]
+
+
+def test_the_attack_that_leads_is_the_first_of_those_that_convince(tiny_model: Truncated) -> None:
+    """What explains the rows best may be no text; then the text behind it leads."""
+    model, allowed = tiny_model("llama", 1), []
+    shown = released(model, [5], [7, 8], [9, 6])
+    for convinces in (9, 5):
+        made = [Step("stuck", weight=3), Step("misread", weight=3), Step("endless", weight=9)]
+        stuck, *_ = attack_all(
+            shown, model, 0, 4.0, silent, made,
+            lambda reads, _: [read.ids == [9] for read in reads],
+            lambda read, it=convinces: read.ids == [it],
+        )  # fmt: skip
+        allowed.append(stuck.allowed)
+    assert allowed[1] > 2 * allowed[0]
 
 
 def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
@@ -474,10 +522,22 @@ def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
         shown = released(model, [5], [7, 8], [9, 6])
         made = [Step("stuck"), Step("knowing", weight=3)]
         stuck, _ = attack_all(
-            shown, model, 0, 4.0, silent, made, lambda read, _: -verified(read), lambda _, leads=leads: leads
+            shown,
+            model,
+            0,
+            4.0,
+            silent,
+            made,
+            lambda reads, _: [-verified(read) for read in reads],
+            lambda _, leads=leads: leads,
         )
         allowed.append(stuck.allowed)
     assert allowed[0] > 2 * allowed[1]  # about three quarters of what is left, and a quarter
+
+
+class Misread(Unsure):
+    def _recover(self, observation: Observation) -> AttackResult:
+        return read_as([9])
 
 
 class Stuck(Unsure):

@@ -1,5 +1,6 @@
 """A prompt that stands beside the states is found, verified where it can be, and nothing is found where none stands."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 
 import hiddenlab as hl
 from hiddenlab.attacks import Planted
-from hiddenlab.attacks.planted import in_facts, in_low_bits, in_norms
+from hiddenlab.attacks.planted import CLEAR, CLEAR_OF_FEW, in_facts, in_low_bits, in_norms
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.types import ObservationInfo, Site
@@ -69,6 +70,29 @@ def test_a_shard_whose_facts_hold_the_whole_prompt_is_read(tiny_model: Truncated
     assert shown is not None and result.ids == PROMPT
     assert [token.verified for token in result.tokens] == [place in shown for place in range(len(PROMPT))]
     assert [token.row for token in result.tokens if token.row >= 0] == list(range(len(shown)))
+
+
+def test_the_language_model_reads_the_sequences_that_are_least_by_chance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long text of usual tokens is that more than short lists of the most frequent ones; few sequences are read."""
+    attack, read = Planted(tried=3), list[int]()
+    frequency = torch.linspace(-9.0, -3.0, 100)
+    vars(attack)["_frequency"] = frequency
+
+    def said(sequences: Sequence[torch.Tensor]) -> list[float]:
+        read.extend(len(ids) for ids in sequences)
+        return [-1.0] * len(sequences)
+
+    monkeypatch.setattr(attack, "_log_probabilities", said)
+    monkeypatch.setattr(attack, "_by_chance", lambda length: -30.0)
+    short = [(torch.full((4,), 99), "here") for _ in range(9)]
+    rare = (torch.full((60,), 20), "there")
+    text = (torch.full((60,), 70), "below")
+    found = attack._texts([*short, rare, text])
+    assert read[0] == 60 and len(read) == 3
+    assert found[-1] == 29.0 - CLEAR - CLEAR_OF_FEW / math.sqrt(60)
+    assert found[-2] == -math.inf and found.count(-math.inf) == 8
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from jaxtyping import Float
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from hiddenlab.errors import HiddenlabError
 from hiddenlab.eval.assess.ensemble import verified
+from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.secret_maps import is_mapped
@@ -18,12 +20,12 @@ from hiddenlab.types import AttackResult, Observation
 # How near to the likelihood of own texts a text is, as a share of the way from there to random tokens, and of how many.
 NEARLY, USUAL = 0.25, 4
 RARE = 0.01  # the probability below which a language model does not expect a token
-# So many of a row's coordinates count, since noise is alike in many of them; and a share that counts as none.
-COUNTED, TINY = 32, 1e-6
+# So many of a row's coordinates count, since noise is alike in many of them; and a share of a row that counts as none.
+COUNTED, NONE = 32, 1e-6
 
 
 class Belief:
-    """How far the attacker believes an answer: by tokens that are sure, then by how likely its text is.
+    """How far the attacker believes an answer: by tokens that are sure, then by the rows and the language together.
 
     Args:
         replaced: tokens were replaced before the model ran, which is public; verified ones say nothing of the prompt.
@@ -38,41 +40,62 @@ class Belief:
         """The whole model, loaded when it is first asked."""
         return self._model.sibling(stream="logits")
 
-    def __call__(self, result: AttackResult, observation: Observation) -> tuple[int, float]:
-        sure = 0 if self._replaced else verified(result)
-        return sure, self._likelihood(result.ids) + self._evidence(result, observation)
+    def weigh(self, answers: Sequence[AttackResult], observation: Observation) -> list[tuple[int, float]]:
+        """Return for each answer to one prompt how far it is believed; the larger the better.
+
+        Answers of which one cannot be weighed by the rows are weighed by the language model alone.
+        """
+        explained = [self._evidence(answer, observation) for answer in answers]
+        return [
+            (
+                0 if self._replaced else verified(answer),
+                self._likelihood(answer.ids) + (0.0 if None in explained else evidence or 0.0),
+            )
+            for answer, evidence in zip(answers, explained, strict=True)
+        ]
 
     @torch.inference_mode()
-    def _evidence(self, result: AttackResult, observation: Observation) -> float:
-        """Return how well a text explains the rows, in nats a row; 0 where it explains nothing, or nobody can say.
+    def _evidence(self, answer: AttackResult, observation: Observation) -> float | None:
+        """Return how well a text explains the rows, in nats a row; 0 where it explains nothing, None if nobody can say.
 
         What the text's states leave of a row is taken for noise of unknown strength. Rows that go with no token, or
-        that lie farther from the token's state than from the mean row, are not explained. Where coordinates are
-        shuffled, rows and states are compared in order of size; where rows are, each text gets its best order.
+        that lie farther from the token's state than from the middle of the rows, are not explained. States are seen as
+        the rows show them: projected, cut, or with coordinates in order of size. Shuffled rows get the order that suits
+        a text best.
         """
-        rows, info = observation.states.float().cpu(), observation.info
-        if self._replaced or is_mapped(info) or rows.shape[1] != self._model.width or len(rows) < 2:
-            return 0.0
-        if not result.ids or result.positions is not None:  # tokens are missing between those that were read
-            return 0.0
-        states = self._model.encode(torch.tensor(result.ids)).float().cpu()
-        if info.columns_permuted is not None:
-            rows, states = rows.sort(1).values, states.sort(1).values
-        middle = rows.median(0).values
-        spread = (rows - middle).abs().median(0).values
-        unit = spread + spread.mean()  # the first row is often far longer than the others
-        if not bool((unit > 0).all()):
-            return 0.0
-        apart = torch.cdist(rows / unit, states / unit).square()
+        info, shown = observation.info, observation.states.float().cpu()
+        if (
+            self._replaced
+            or is_mapped(info)
+            or len(shown) < 2
+            or not answer.ids
+            or answer.positions is not None
+        ):
+            return None
+        try:
+            matcher = choose_matcher("auto", info).bound(shown)
+            states = matcher.view(self._model.encode(torch.tensor(answer.ids)).float().cpu())
+        except HiddenlabError:
+            return None
+        rows = matcher.prepare(shown)
+        if states.shape[1] != rows.shape[1]:
+            return None
+        away = rows - rows.median(0).values
+        # Of rows of one length: the first row is often far longer than the others.
+        unit = (away.abs() / away.norm(dim=1, keepdim=True).clamp(min=1e-30)).mean(0)
+        unit = unit + unit.mean()
+        apart = torch.cdist(rows / unit, states / unit, compute_mode="donot_use_mm_for_euclid_dist").square()
+        whole = (away / unit).square().sum(1)
+        if not bool(torch.isfinite(apart).all()) or not bool((whole > 0).any()):
+            return None
         if info.rows_permuted:
             of_rows, of_tokens = map(torch.as_tensor, linear_sum_assignment(apart.numpy()))
         else:
-            pairs = [(one.row, i) for i, one in enumerate(result.tokens) if 0 <= one.row < len(rows)]
+            pairs = [(token.row, i) for i, token in enumerate(answer.tokens) if 0 <= token.row < len(rows)]
             of_rows, of_tokens = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T
-        whole = ((rows - rows.mean(0)) / unit).square().sum(1)
         left = whole.clone()
         left[of_rows] = torch.minimum(left[of_rows], apart[of_rows, of_tokens])
-        explained = (left / whole.clamp(min=TINY)).clamp(min=TINY).log()
+        explained = (left / whole.clamp(min=1e-30)).clamp(min=NONE).log()
         return -0.5 * min(COUNTED, rows.shape[1]) * float(explained.mean())
 
     def convinces(self, result: AttackResult) -> bool:

@@ -75,7 +75,9 @@ def against(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
     lengths = [len(truth_of(case).tokens) for case in job.cases]
     (alone,) = attack_all(rows, job.model, config.seed, seconds, progress, [Step(spec["single"])])
     single = [right_of(alone.results.get(i), case) for i, case in enumerate(job.cases)]
-    attempts = attack_all(rows, job.model, config.seed, seconds, progress, ATTACKS, belief, belief.convinces)
+    attempts = attack_all(
+        rows, job.model, config.seed, seconds, progress, ATTACKS, belief.weigh, belief.convinces
+    )
     read = [one.right for one in readings_of(job.model, job.cases, rows, attempts, belief)]
     gained = [a - b for a, b in zip(read, single, strict=True)]
     return as_figures(

@@ -315,7 +315,7 @@ def judge(
 
     The attacker knows the code and the public facts, and may release texts of his own. He sees each prompt once, beside
     the texts that ``subject.attacker`` has, and chooses himself which attack to believe: the one that is sure of most
-    tokens, else the one whose text is the likeliest, or one attack for all prompts where that reads more
+    tokens, else by the rows and the language (``Belief``), or one attack for all prompts where that reads more
     (``by_one_attack``). The truth scores what he chose. Where none is known, the tokens count that attacks verified,
     and no defense holds.
 
@@ -345,7 +345,9 @@ def judge(
         utility = utility_of(model, channel, subject.cases, seed, progress)
         cost = cost_of(model, channel, subject.cases, seed, progress)
     diary, belief = Kept(recorder, model, cases, rows), Belief(model, replaced)
-    attempts = attack_all(rows, model, seed, 60 * minutes, progress, steps, belief, belief.convinces, diary)
+    attempts = attack_all(
+        rows, model, seed, 60 * minutes, progress, steps, belief.weigh, belief.convinces, diary
+    )
     believed = readings_of(model, cases, rows, attempts, belief)
     guessed = _guessed(subject, progress)
     if subject.truth:

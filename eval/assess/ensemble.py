@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import torch
-
 from hiddenlab import registry
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
@@ -18,7 +16,6 @@ from hiddenlab.row_facts import extra_rows
 from hiddenlab.stages import are_replaced
 from hiddenlab.text import first_line
 from hiddenlab.types import AttackResult, Observation, ObservationInfo, Progress
-from hiddenlab.utils.random import generator
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,6 @@ class Step:
         return Channel.parse(self.supposes).published(info) if self.supposes else info
 
 
-OWN, EXACT = 16, 1e-4  # tokens of the attacker's own text, and what rounding may change of its rows
 TOGETHER = 2  # prompts that an attack gets at once; running out of time costs what it read of these
 LOOK = 0.25  # of the time, for a look at one prompt with each attack
 LEAD = 0.75  # of the time behind the look, for the attack that read most of that prompt
@@ -147,8 +143,8 @@ def verified(result: AttackResult) -> int:
     return sum(token.verified for token in result.tokens)
 
 
-def _sure(result: AttackResult, observation: Observation) -> int:
-    return verified(result)
+def _sure(answers: Sequence[AttackResult], observation: Observation) -> list[int]:
+    return [verified(answer) for answer in answers]
 
 
 def solved(result: AttackResult, observation: Observation) -> bool:
@@ -179,21 +175,21 @@ def attack_all(
     seconds: float,
     progress: Progress,
     steps: Sequence[Step],
-    promise: Callable[[AttackResult, Observation], Any] = _sure,
+    promise: Callable[[Sequence[AttackResult], Observation], Sequence[Any]] = _sure,
     leads: Callable[[AttackResult], bool] = bool,
     diary: Diary | None = None,
 ) -> list[Attempt]:
     """Attack observations of one channel with one attack after another, until every prompt is solved.
 
-    A quarter of the time goes to a look: each attack, the cheapest first, gets the shortest prompt. Then the attack
-    that read most of it gets three quarters of the time that is left for all prompts, if what it read convinces, and
-    the others follow, what read nothing last. Within each of the two parts an attack leaves the time that it does not
-    use to those behind it. Time that is left at the end goes to those that ran out of theirs, then to one without an
-    end (``Step.endless``), and where a defense leaves rows exact, a quarter of it to those for other rows
+    A quarter of the time goes to a look: each attack gets the shortest prompt, in the order of ``steps``. Of those
+    whose answer convinces, the one that is believed most leads: it gets three quarters of the time that is left for all
+    prompts. The others follow, what read nothing last. Within each of the two parts an attack leaves the time that it
+    does not use to those behind it. Time that is left at the end goes to those that ran out of theirs, then to one
+    without an end (``Step.endless``), and where a defense leaves rows exact, a quarter of it to those for other rows
     (``Step.inexact``). Prompts that are solved are not attacked again.
 
     Args:
-        seconds: for all attacks together. promise: how much the attacker believes an answer; the larger the better.
+        seconds: for all attacks together. promise: how far the attacker believes each answer to a prompt.
         leads: whether he believes it so much that its attack gets most of the time.
         diary: of an assessment that may be interrupted; time that was spent before counts.
 
@@ -207,7 +203,7 @@ def attack_all(
         for step in steps
     ]
     runs = [_Run(n, step, model, seed, progress, facts[n], diary) for n, step in enumerate(steps)]
-    exact = leaves_rows_exact(observations[0].info, model, seed)
+    exact = leaves_rows_exact(observations[0].info)
     begun -= sum(run.attempt.seconds for run in runs)
     shortest = min(range(len(observations)), key=lambda i: len(observations[i].states))
 
@@ -239,11 +235,12 @@ def attack_all(
     if len(observations) > 1:  # with one prompt there is nothing to learn from it for others
         spend([run for run in runs if not (run.step.inexact and exact)], [shortest], LOOK * seconds, 0.0)
         looked = [run for run in runs if shortest in run.attempt.results]
-        looked.sort(
-            key=lambda run: promise(run.attempt.results[shortest], observations[shortest]), reverse=True
-        )
+        answers = [run.attempt.results[shortest] for run in looked]
+        believed = promise(answers, observations[shortest])
+        looked = [looked[n] for n in sorted(range(len(looked)), key=believed.__getitem__, reverse=True)]
+    leader = next((run for run in looked if leads(run.attempt.results[shortest])), None)
+    looked.sort(key=lambda run: run is not leader)
     order, everything = [*looked, *(run for run in runs if run not in looked)], range(len(observations))
-    leader = looked[0] if looked and leads(looked[0].attempt.results[shortest]) else None
     # What goes on for as long as there is time leads, or waits until the others have ended.
     ending = [run for run in order if not (run.step.endless or (run.step.inexact and exact)) or run is leader]
     spend(ending, everything, seconds, LEAD if leader is not None else 0.0)
@@ -256,24 +253,17 @@ def attack_all(
     return [run.attempt for run in runs]
 
 
-def leaves_rows_exact(info: ObservationInfo, model: TruncatedModel, seed: int) -> bool:
-    """Return whether the keys of a defense give the model's own rows back, as far as float32 goes.
+def leaves_rows_exact(info: ObservationInfo) -> bool:
+    """Return whether a defense leaves the model's own rows, but for orders, secret maps and rows beside them.
 
-    The attacker tries it on a text of his own. So a secret order or matrix does, noise and rounding do not, and neither
-    does a defense that cannot undo what it did.
+    ``Stage.exact`` says it of each stage.
     """
-    text = torch.randint(model.vocab_size, (OWN,), generator=generator(seed, "own rows")).tolist()
-    plain, _ = Channel([]).release(model, text, seed)
     try:
-        channel = Channel.parse(info.channel)
-        if not channel.defenses or info.positions is not None:
-            return False
-        rows = channel.received(*channel.release(model, text, seed))
-    except Exception:  # the code of somebody else's defense; attacks tell what fails there
+        stages = Channel.parse(info.channel).defenses
+    except HiddenlabError:  # a name without its parameters, or of a file that is not here
         return False
-    return rows.shape == plain.states.shape and bool(
-        (rows - plain.states).norm() <= EXACT * plain.states.norm()
-    )
+    plain = info.provider_dtype == "float32" and info.quantization is None
+    return plain and len(stages) > 0 and all(getattr(stage, "exact", False) for stage in stages)
 
 
 class _Run:

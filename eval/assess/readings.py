@@ -85,9 +85,10 @@ def readings_of(
         if not found:
             readings.append(Reading(case, observation, None, None, None))
             continue
-        name, result = (
-            found[0] if len(found) == 1 else max(found, key=lambda one: belief(one[1], observation))
-        )
+        if len(found) > 1:
+            believed = belief.weigh([result for _, result in found], observation)
+            found = [found[believed.index(max(believed))]]
+        ((name, result),) = found
         scored = None if case.truth is None else _scored(model, result, case.truth)
         readings.append(Reading(case, observation, name, result, scored))
     return readings
