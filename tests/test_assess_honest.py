@@ -487,7 +487,6 @@ def test_a_first_row_that_is_far_longer_and_rows_that_are_cut_do_not_hide_a_wron
     tiny_model: Truncated, defense: str
 ) -> None:
     model, prompt = tiny_model("llama", 1), [5, 17, 40, 8, 77, 31, 9, 62, 24, 11, 50, 3]
-    belief = Belief(model)
     right, wrong = (read_as([*prompt[:6], token, *prompt[7:]]) for token in (prompt[6], 90))
     cut, _ = Channel.parse([defense]).release(model, prompt)
     plain, _ = Channel([]).release(model, prompt)
@@ -496,7 +495,7 @@ def test_a_first_row_that_is_far_longer_and_rows_that_are_cut_do_not_hide_a_wron
     )
     long[0] *= 300
     for shown in (cut, replace(plain, states=long)):
-        explained = [belief._evidence(answer, shown) for answer in (right, wrong)]
+        explained = [Belief(model)._evidence(answer, shown) for answer in (right, wrong)]
         assert explained[0] > explained[1] + 0.1 > 0.1  # type: ignore[operator]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -9,19 +10,92 @@ from jaxtyping import Float
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from hiddenlab.errors import HiddenlabError
+from hiddenlab.channels import Channel, in_order
 from hiddenlab.eval.assess.ensemble import verified
-from hiddenlab.matching.distance import choose_matcher
+from hiddenlab.matching.distance import Matcher, choose_matcher
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.secret_maps import is_mapped
-from hiddenlab.types import AttackResult, Observation
+from hiddenlab.types import AttackResult, Observation, ObservationInfo
+from hiddenlab.utils.random import generator
 
 # How near to the likelihood of own texts a text is, as a share of the way from there to random tokens, and of how many.
 NEARLY, USUAL = 0.25, 4
 RARE = 0.01  # the probability below which a language model does not expect a token
-# So many of a row's coordinates count, since noise is alike in many of them; and a share of a row that counts as none.
-COUNTED, NONE = 32, 1e-6
+# Tokens of own text from which it is learned what a defense makes of states: at least, and for each coordinate. The
+# ridge of the regression, and what is added to the moments of its errors, in their mean.
+TOKENS, FOR_EACH, RIDGE, SHRUNK = 4000, 6, 0.01, 0.02
+OWN = 11  # seed of own texts
+FAR = 4.0  # a row that is so much farther from the middle than most counts as no farther
+
+
+@dataclass(frozen=True)
+class Release:
+    """What a defense makes of states: a linear map of them, and errors of which the second moments are known.
+
+    Noise on embeddings bends states: behind it a token's state lies nearer to the others than in the plain model, so
+    that the plain state of a wrong token may be nearer to a row than that of the right one.
+
+    Attributes:
+        matcher: the form in which rows and states are compared. middle, shown: the means of states, and of rows.
+            slope: of a row by the state, as a matrix. whitening: behind it errors are alike in all directions.
+    """
+
+    matcher: Matcher
+    middle: Float[Tensor, " k"]
+    shown: Float[Tensor, " k"]
+    slope: Float[Tensor, "k k"]
+    whitening: Float[Tensor, "k k"]
+
+    @classmethod
+    def learned(cls, model: TruncatedModel, info: ObservationInfo) -> "Release | None":
+        """Learn it from texts of the attacker's own; return None where the defense does not release these."""
+        try:
+            matcher, channel = choose_matcher("auto", info), Channel.parse(info.channel)
+            texts = list(Corpus(model, OWN).windows(max(TOKENS, FOR_EACH * model.width)))
+            drawn = generator(OWN, "what a defense makes of states")
+            released = channel.release_batch(model, [text.tolist() for text in texts], drawn)
+        except Exception:  # the code of somebody else's defense; attacks tell what fails there
+            return None
+        states, rows = list[Tensor](), list[Tensor]()
+        for text, (observation, truth) in zip(texts, released, strict=True):
+            bound = matcher.bound(observation.states.float().cpu())
+            states.append(bound.view(model.encode(text).float().cpu())[1:])
+            rows.append(bound.prepare(in_order(observation, truth).float().cpu())[1:])
+        given, seen = torch.cat(states), torch.cat(rows)
+        return None if given.shape != seen.shape else cls.fitted(matcher, given, seen)
+
+    @classmethod
+    def fitted(
+        cls, matcher: Matcher, given: Float[Tensor, "n k"], seen: Float[Tensor, "n k"]
+    ) -> "Release | None":
+        """Return the ridge regression of rows by states; None where there is nothing to see."""
+        middle, shown = given.mean(0), seen.mean(0)
+        away, one = (given - middle).double(), torch.eye(given.shape[1], dtype=torch.float64)
+        moments = away.T @ away
+        slope = torch.linalg.solve(
+            moments + RIDGE * moments.diag().mean() * one, away.T @ (seen - shown).double()
+        )
+        errors = (seen - shown).double() - away @ slope
+        spread = errors.T @ errors / len(errors)
+        least = 1e-9 * float(seen.double().square().mean())  # what rounding leaves
+        root, failed = torch.linalg.cholesky_ex(spread + (SHRUNK * spread.diag().mean() + least) * one)
+        if int(failed) or not bool(torch.isfinite(root).all()):
+            return None
+        whitening = torch.linalg.inv(root).T
+        return cls(matcher, middle, shown, slope.float(), whitening.float())
+
+    def expected(self, states: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+        """Return the rows that are expected of states, whitened."""
+        return self.whitened(self.shown + (states - self.middle) @ self.slope)
+
+    def whitened(self, rows: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+        """Return rows in coordinates in which errors are alike."""
+        return (rows - self.shown) @ self.whitening
+
+    def apart(self, rows: Float[Tensor, "n k"], others: Float[Tensor, "m k"]) -> Float[Tensor, "n m"]:
+        """Return squared distances: twice the nats by which a row is less likely than one without an error."""
+        return torch.cdist(rows, others, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
 class Belief:
@@ -34,6 +108,7 @@ class Belief:
     def __init__(self, model: TruncatedModel, replaced: bool = False) -> None:
         self._model, self._replaced = model, replaced
         self._lengths: dict[int, tuple[float, float]] = {}
+        self._learned: tuple[Release | None] | None = None
 
     @cached_property
     def _whole(self) -> TruncatedModel:
@@ -58,45 +133,41 @@ class Belief:
     def _evidence(self, answer: AttackResult, observation: Observation) -> float | None:
         """Return how well a text explains the rows, in nats a row; 0 where it explains nothing, None if nobody can say.
 
-        What the text's states leave of a row is taken for noise of unknown strength. Rows that go with no token, or
-        that lie farther from the token's state than from the middle of the rows, are not explained. States are seen as
-        the rows show them: projected, cut, or with coordinates in order of size. Shuffled rows get the order that suits
-        a text best.
+        It is how much likelier the rows are behind the text's states than behind nothing, to who learned on texts of
+        his own what the defense makes of states (``Release``). Rows that go with no token, or that are likelier behind
+        nothing, are not explained. The first token is left out: its state is unlike all others. Shuffled rows get the
+        order that suits a text best.
         """
         info, shown = observation.info, observation.states.float().cpu()
-        if (
-            self._replaced
-            or is_mapped(info)
-            or len(shown) < 2
-            or not answer.ids
-            or answer.positions is not None
-        ):
+        if self._replaced or is_mapped(info) or info.positions is not None:
             return None
-        try:
-            matcher = choose_matcher("auto", info).bound(shown)
-            states = matcher.view(self._model.encode(torch.tensor(answer.ids)).float().cpu())
-        except HiddenlabError:
+        if not answer.ids or answer.positions is not None or (release := self._release_of(info)) is None:
             return None
+        matcher = release.matcher.bound(shown)
+        states = matcher.view(self._model.encode(torch.tensor(answer.ids)).float().cpu())
         rows = matcher.prepare(shown)
-        if states.shape[1] != rows.shape[1]:
+        if not rows.shape[1] == states.shape[1] == len(release.middle):
             return None
-        away = rows - rows.median(0).values
-        # Of rows of one length: the first row is often far longer than the others.
-        unit = (away.abs() / away.norm(dim=1, keepdim=True).clamp(min=1e-30)).mean(0)
-        unit = unit + unit.mean()
-        apart = torch.cdist(rows / unit, states / unit, compute_mode="donot_use_mm_for_euclid_dist").square()
-        whole = (away / unit).square().sum(1)
-        if not bool(torch.isfinite(apart).all()) or not bool((whole > 0).any()):
+        rows = release.whitened(rows)
+        apart = release.apart(rows, release.expected(states))
+        nothing = release.apart(rows, release.expected(release.middle[None]))[:, 0]
+        if not bool(torch.isfinite(apart).all()):
             return None
         if info.rows_permuted:
             of_rows, of_tokens = map(torch.as_tensor, linear_sum_assignment(apart.numpy()))
         else:
             pairs = [(token.row, i) for i, token in enumerate(answer.tokens) if 0 <= token.row < len(rows)]
             of_rows, of_tokens = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T
-        left = whole.clone()
-        left[of_rows] = torch.minimum(left[of_rows], apart[of_rows, of_tokens])
-        explained = (left / whole.clamp(min=1e-30)).clamp(min=NONE).log()
-        return -0.5 * min(COUNTED, rows.shape[1]) * float(explained.mean())
+        of_rows, of_tokens = of_rows[of_tokens > 0], of_tokens[of_tokens > 0]
+        nothing = nothing.clamp(max=FAR * float(nothing.median()))
+        explained = (nothing[of_rows] - apart[of_rows, of_tokens]).clamp(min=0)
+        return float(explained.sum()) / 2 / len(rows)
+
+    def _release_of(self, info: ObservationInfo) -> "Release | None":
+        """Return what the defense makes of states, learned when it is first asked; None where it cannot be learned."""
+        if self._learned is None:
+            self._learned = (Release.learned(self._model, info),)
+        return self._learned[0]
 
     def convinces(self, result: AttackResult) -> bool:
         """Return whether an answer is surely much of the prompt: half of it verified, or a text.
