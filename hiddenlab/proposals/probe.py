@@ -24,7 +24,8 @@ from hiddenlab.proposals.sorted_states import Contexts
 from hiddenlab.types import Progress, silent
 
 CHUNK = 8192  # rows of the embedding table whitened at once, to hold one table in memory and not three
-HELD_OUT = 512  # held-out rows that set the temperature
+# Held-out rows that set the temperature, and as many of their scores as take a few seconds.
+HELD_OUT, HELD_SCORES = 512, 512 * 49152
 BLOCK = 64  # tokens of a vocabulary block whose best is found in one step
 # Shortlists are drawn in so many directions, found on at most so many rows; so many times as many tokens as are wanted
 # are then ranked in all.
@@ -391,6 +392,8 @@ def token_prior(tokens: Tensor, vocab: int, settings: ProbeSettings) -> Tensor:
 
 def _calibrate(expert: Expert, rows: Tensor, tokens: Tensor, targets: Tensor, prior: Tensor) -> None:
     """Set the temperature on held-out rows, since training on a sample of the vocabulary makes scores too uncertain."""
+    few = max(1, HELD_SCORES // len(targets))
+    rows, tokens = rows[:few], tokens[:few]
     cosines = expert.direction(expert.features(rows)) @ targets.T
     scales = expert.parameters["log_scale"].exp() * torch.linspace(0.5, 4.0, 29, device=rows.device)
     losses = torch.stack([F.cross_entropy(cosines * scale + prior, tokens) for scale in scales])
