@@ -398,6 +398,8 @@ def test_a_reading_convinces_where_half_is_sure_or_it_is_a_text(
     tiny_model: Truncated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     belief = Belief(tiny_model("llama", 1))
+    (shown,) = released(tiny_model("llama", 1), [5, 5, 5, 5])
+    monkeypatch.setattr(belief, "_evidence", lambda *_: None)
     monkeypatch.setattr(belief, "_usual", lambda length: (-4.0, -12.0))
 
     def answer(sure: int) -> AttackResult:
@@ -406,13 +408,19 @@ def test_a_reading_convinces_where_half_is_sure_or_it_is_a_text(
 
     for likelihood, sure, convinces in ((-5.9, 0, True), (-6.1, 0, False), (-9.0, 2, True), (-9.0, 1, False)):
         monkeypatch.setattr(belief, "_likelihood", lambda ids, said=likelihood: said)
-        assert belief.convinces(answer(sure)) == convinces
+        assert belief.convinces(answer(sure), shown) == convinces
     replaced = Belief(tiny_model("llama", 1), replaced=True)
     own, chance = replaced._usual(12)
     assert math.isfinite(own) and math.isfinite(chance)
     monkeypatch.setattr(replaced, "_usual", lambda length: (-4.0, -12.0))
     monkeypatch.setattr(replaced, "_likelihood", lambda ids: -9.0)
-    assert not replaced.convinces(answer(4))
+    assert not replaced.convinces(answer(4), shown)
+    # A text that says nothing of the rows is an invention of the language model.
+    monkeypatch.setattr(belief, "_likelihood", lambda ids: -4.0)
+    for evidence, convinces in ((0.5, False), (2.0, True)):
+        monkeypatch.setattr(belief, "_evidence", lambda *_, it=evidence: it)
+        assert belief.convinces(answer(0), shown) == convinces
+    assert belief.convinces(answer(2), shown)
 
 
 def read_as(ids: Sequence[int], rows: Sequence[int] | None = None) -> AttackResult:
@@ -508,7 +516,7 @@ def test_the_attack_that_leads_is_the_first_of_those_that_convince(tiny_model: T
         stuck, *_ = attack_all(
             shown, model, 0, 4.0, silent, made,
             lambda reads, _: [read.ids == [9] for read in reads],
-            lambda read, it=convinces: read.ids == [it],
+            lambda read, _, it=convinces: read.ids == [it],
         )  # fmt: skip
         allowed.append(stuck.allowed)
     assert allowed[1] > 2 * allowed[0]
@@ -528,10 +536,10 @@ def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
             silent,
             made,
             lambda reads, _: [-verified(read) for read in reads],
-            lambda _, leads=leads: leads,
+            lambda *_, leads=leads: leads,
         )
         allowed.append(stuck.allowed)
-    assert allowed[0] > 2 * allowed[1]  # about three quarters of what is left, and a quarter
+    assert allowed[0] > 2 * allowed[1]  # about nine tenths of what is left, and a quarter
 
 
 class Misread(Unsure):

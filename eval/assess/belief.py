@@ -26,6 +26,7 @@ RARE = 0.01  # the probability below which a language model does not expect a to
 # ridge of the regression, and what is added to the moments of its errors, in their mean.
 TOKENS, FOR_EACH, RIDGE, SHRUNK = 4000, 6, 0.01, 0.02
 OWN = 11  # seed of own texts
+EXPLAINS = 1.0  # nats a row: a text that says less of the rows may be the language model's invention
 FAR = 4.0  # a row that is so much farther from the middle than most counts as no farther
 
 
@@ -169,13 +170,16 @@ class Belief:
             self._learned = (Release.learned(self._model, info),)
         return self._learned[0]
 
-    def convinces(self, result: AttackResult) -> bool:
-        """Return whether an answer is surely much of the prompt: half of it verified, or a text.
+    def convinces(self, result: AttackResult, observation: Observation) -> bool:
+        """Return whether an answer is surely much of the prompt: half of it verified, or a text that explains the rows.
 
         A text is nearly as likely as one of the attacker's own, and far likelier than random tokens.
         """
         if not self._replaced and 2 * verified(result) >= len(result.ids):
             return True
+        evidence = self._evidence(result, observation)
+        if evidence is not None and evidence < EXPLAINS:
+            return False
         own, chance = self._usual(len(result.ids))
         return self._likelihood(result.ids) > own - NEARLY * (own - chance)
 

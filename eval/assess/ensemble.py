@@ -54,7 +54,7 @@ class Step:
 
 TOGETHER = 2  # prompts that an attack gets at once; running out of time costs what it read of these
 LOOK = 0.25  # of the time, for a look at one prompt with each attack
-LEAD = 0.75  # of the time behind the look, for the attack that read most of that prompt
+LEAD = 0.9  # of the time behind the look, for the attack that leads
 QUICK = "vocab-match:setup=quick,budget=256"
 # Those for one kind of rows come first: elsewhere they are refused at once. The others in the order of their cost.
 ATTACKS = (
@@ -176,16 +176,16 @@ def attack_all(
     progress: Progress,
     steps: Sequence[Step],
     promise: Callable[[Sequence[AttackResult], Observation], Sequence[Any]] = _sure,
-    leads: Callable[[AttackResult], bool] = bool,
+    leads: Callable[[AttackResult, Observation], bool] = lambda *_: True,
     diary: Diary | None = None,
 ) -> list[Attempt]:
     """Attack observations of one channel with one attack after another, until every prompt is solved.
 
     A quarter of the time goes to a look: each attack gets the shortest prompt, in the order of ``steps``. Of those
-    whose answer convinces, the one that is believed most leads: it gets three quarters of the time that is left for all
+    whose answer convinces, the one that is believed most leads: it gets nine tenths of the time that is left for all
     prompts. The others follow, what read nothing last. Within each of the two parts an attack leaves the time that it
     does not use to those behind it. Time that is left at the end goes to those that ran out of theirs, then to one
-    without an end (``Step.endless``), and where a defense leaves rows exact, a quarter of it to those for other rows
+    without an end (``Step.endless``), and where a defense leaves rows exact, a tenth of it to those for other rows
     (``Step.inexact``). Prompts that are solved are not attacked again.
 
     Args:
@@ -238,7 +238,9 @@ def attack_all(
         answers = [run.attempt.results[shortest] for run in looked]
         believed = promise(answers, observations[shortest])
         looked = [looked[n] for n in sorted(range(len(looked)), key=believed.__getitem__, reverse=True)]
-    leader = next((run for run in looked if leads(run.attempt.results[shortest])), None)
+    leader = next(
+        (run for run in looked if leads(run.attempt.results[shortest], observations[shortest])), None
+    )
     looked.sort(key=lambda run: run is not leader)
     order, everything = [*looked, *(run for run in runs if run not in looked)], range(len(observations))
     # What goes on for as long as there is time leads, or waits until the others have ended.
