@@ -331,6 +331,21 @@ def test_a_picture_over_another_figure(tmp_path: Path) -> None:
     )
 
 
+def test_a_row_of_a_picture_has_its_verdict_beside_its_name() -> None:
+    from matplotlib.figure import Figure
+
+    from hiddenlab.report.points import points_by_row
+
+    figures = {"leak": {"value": 0.1, "low": 0.0, "high": 0.2, "n": 5}}
+    rows = [
+        {"keys": {"defense": "a", "layer": 1}, "figures": figures, "words": {"verdict": "INCONCLUSIVE"}},
+        {"keys": {"defense": "a", "layer": 6}, "figures": figures},
+    ]
+    axis = Figure().subplots()
+    points_by_row(axis, rows, ["leak"], {"leak": "what leaks"})
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["layer 1 INCONCLUSIVE", "layer 6"]
+
+
 def test_lines_over_layers_stand_beside_the_papers(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 

@@ -66,7 +66,7 @@ def over_figure(
 def points_by_row(
     axis: Any, rows: Sequence[Mapping[str, Any]], names: Sequence[str], labels: Mapping[str, str]
 ) -> None:
-    """Draw figures of each row beside its name, the first row on top.
+    """Draw figures of each row beside its name and verdict, if it has one, the first row on top.
 
     Args:
         names: of the figures, which share one scale.
@@ -78,7 +78,9 @@ def points_by_row(
             values, [place for place, _ in known], None, errors, label=labels[name], linestyle="", markersize=5,
             capsize=2, **style(n),
         )  # fmt: skip
-    titles = ["\n".join(wrap(title, NAME_LETTERS, break_on_hyphens=False)) for title in _names_of(rows)]
+    verdicts = [str(row.get("words", {}).get("verdict", "")) for row in rows]
+    named = [" ".join(filter(None, words)) for words in zip(_names_of(rows), verdicts, strict=True)]
+    titles = ["\n".join(wrap(title, NAME_LETTERS, break_on_hyphens=False)) for title in named]
     axis.set_yticks(range(len(rows)), titles, fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xlim(left=min(0.0, axis.get_xlim()[0]))
