@@ -185,4 +185,5 @@ def ensemble(setting: Setting, minutes: float = 10.0, channels: str = "") -> Exp
             "The single attack is the one that reads most of such rows in the lab's other tables; the ensemble does "
             "not know which it is.",
         ],
+        against="single",
     )  # fmt: skip

@@ -8,13 +8,14 @@ from typing import Any
 
 from hiddenlab.report.data import Picture, Run
 from hiddenlab.report.pictures import COLOURS, INK, drawn, new_figure, picture
-from hiddenlab.report.points import MARKERS, over_figure, points_by_row, style, value_of, values_of
+from hiddenlab.report.points import MARKERS, names_of, over_figure, points_by_row, style, value_of, values_of
 from hiddenlab.report.tables import kind_of
 from hiddenlab.summary import figure
 from hiddenlab.text import visible
 
 MOST_BARS = 50
-MOST_NAMED = 12  # points over another figure, whose names do not lie on one another
+# Points over another figure whose names do not lie on one another: at most so many, of so many letters.
+MOST_NAMED, LONG_NAME = 12, 30
 
 Panel = tuple[str, str, bool]  # name in the summary, title, whether it is a share
 FILES: dict[str, tuple[Panel, Panel]] = {
@@ -98,7 +99,8 @@ def _table_drawing(
     elif against in names[1:] and sum({name, against} <= set(row["figures"]) for row in rows) > 1:
         shown = f"figures over {labels[against]}"
         before = names[: names.index(against)]
-        if len(rows) > MOST_NAMED:
+        shares = all((value_of(row, against) or 0.0) <= 1 for row in rows)  # which one scale shows
+        if len(rows) > MOST_NAMED or (shares and max(map(len, names_of(rows))) > LONG_NAME):
             drawing = new_figure(9.5, 1.6 + 0.24 * len(rows), title)
             points_by_row(drawing.subplots(), rows, [*before, against], labels)
             shown = f"{', '.join(labels[name] for name in [*before, against])} of each row"

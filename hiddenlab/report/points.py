@@ -23,7 +23,7 @@ def over_figure(
     """Draw figures over another one, each row named at its highest point."""
     rows = [row for row in rows if value_of(row, against) is not None]
     rows = [row for row in rows if any(value_of(row, name) is not None for name in names)]
-    titles = _names_of(rows)
+    titles = names_of(rows)
     for n, name in enumerate(names):
         own = [row for row in rows if value_of(row, name) is not None]
         (places, beside), (values, errors) = values_of(own, against), values_of(own, name)
@@ -79,7 +79,7 @@ def points_by_row(
             capsize=2, **style(n),
         )  # fmt: skip
     verdicts = [str(row.get("words", {}).get("verdict", "")) for row in rows]
-    named = [" ".join(filter(None, words)) for words in zip(_names_of(rows), verdicts, strict=True)]
+    named = [" ".join(filter(None, words)) for words in zip(names_of(rows), verdicts, strict=True)]
     titles = ["\n".join(wrap(title, NAME_LETTERS, break_on_hyphens=False)) for title in named]
     axis.set_yticks(range(len(rows)), titles, fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.5)
@@ -87,7 +87,7 @@ def points_by_row(
     axis.grid(color="#e3e5e8", linewidth=0.8)
 
 
-def _names_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def names_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the name of each row: the keys in which rows differ, text values without their key."""
     varying = [key for key in rows[0]["keys"] if len({str(row["keys"].get(key)) for row in rows}) > 1]
     known = [[(key, row["keys"][key]) for key in varying if row["keys"].get(key) is not None] for row in rows]
