@@ -473,7 +473,7 @@ def test_where_rows_say_nothing_the_likelier_text_is_believed(tiny_model: Trunca
 
 
 def test_answers_of_which_one_cannot_be_compared_with_the_rows_are_weighed_by_language(
-    tiny_model: Truncated,
+    tiny_model: Truncated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = tiny_model("llama", 1), [5, 17, 40, 8, 77, 31, 9, 62, 24, 11, 50, 3]
     shown, _ = Channel([]).release(model, prompt)
@@ -481,6 +481,9 @@ def test_answers_of_which_one_cannot_be_compared_with_the_rows_are_weighed_by_la
     assert belief.weigh([read_as(prompt)], shown)[0][1] > said + 1
     gaps = replace(read_as(prompt[:3]), positions=(0, 2, 5))
     assert belief.weigh([read_as(prompt), gaps, read_as([])], shown)[0] == (0, said)
+    with monkeypatch.context() as patched:
+        patched.setattr("hiddenlab.eval.assess.belief.WIDEST", shown.states.shape[1] - 1)
+        assert Belief(model).weigh([read_as(prompt)], shown) == [(0, said)]
     for states in (shown.states * 0, shown.states[:1]):
         assert belief.weigh([read_as(prompt)], replace(shown, states=states)) == [(0, said)]
     for defense in ("orthogonal", "vocab-bijection"):

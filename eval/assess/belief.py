@@ -25,6 +25,7 @@ RARE = 0.01  # the probability below which a language model does not expect a to
 # Tokens of own text from which it is learned what a defense makes of states: at least, and for each coordinate. The
 # ridge of the regression, and what is added to the moments of its errors, in their mean.
 TOKENS, FOR_EACH, RIDGE, SHRUNK = 4000, 6, 0.01, 0.02
+WIDEST = 8192  # coordinates of rows for which a matrix of all pairs is not too large; logits have more
 OWN = 11  # seed of own texts
 EXPLAINS = 1.0  # nats a row: a text that says less of the rows may be the language model's invention
 FAR = 4.0  # a row that is so much farther from the middle than most counts as no farther
@@ -140,7 +141,7 @@ class Belief:
         order that suits a text best.
         """
         info, shown = observation.info, observation.states.float().cpu()
-        if self._replaced or is_mapped(info) or info.positions is not None:
+        if self._replaced or is_mapped(info) or info.positions is not None or shown.shape[1] > WIDEST:
             return None
         if not answer.ids or answer.positions is not None or (release := self._release_of(info)) is None:
             return None
