@@ -379,7 +379,7 @@ def test_an_attack_for_other_rows_waits_where_they_are_exact(
     model = tiny_model("llama", 1)
     shown = [Channel.parse([defense]).release(model, [token])[0] for token in (5, 7)]
     made = [Step("endless", weight=9, inexact=True), Step("patient")]
-    found = attack_all(shown, model, 0, 4.0, silent, made)
+    found = attack_all(shown, model, 0, 2.0, silent, made)
     assert max(found, key=lambda one: one.allowed).attack == first and found[0].status == OUT_OF_TIME
 
 
@@ -390,8 +390,8 @@ def test_where_rows_are_exact_the_whole_vocabulary_comes_before_an_attack_for_ot
     shown = Channel.parse(["seq-perm"]).release(model, [5])[0]
     made = [Step("endless", weight=9, inexact=True), Step("slowed", endless=True)]
     shown = replace(shown, states=shown.states * 0)  # which neither reads
-    inexact, endless = attack_all([shown], model, 0, 2.0, silent, made)
-    assert endless.allowed == pytest.approx(1.8, abs=0.05) and inexact.allowed == pytest.approx(0.2, abs=0.05)
+    inexact, endless = attack_all([shown], model, 0, 1.0, silent, made)
+    assert endless.allowed == pytest.approx(0.9, abs=0.05) and inexact.allowed == pytest.approx(0.1, abs=0.05)
 
 
 def test_a_prompt_that_an_attack_cannot_use_is_not_asked_of_it_again(tiny_model: Truncated) -> None:

@@ -517,7 +517,7 @@ def test_the_attack_that_leads_is_the_first_of_those_that_convince(tiny_model: T
     for convinces in (9, 5):
         made = [Step("stuck", weight=3), Step("misread", weight=3), Step("endless", weight=9)]
         stuck, *_ = attack_all(
-            shown, model, 0, 4.0, silent, made,
+            shown, model, 0, 2.0, silent, made,
             lambda reads, _: [read.ids == [9] for read in reads],
             lambda read, _, it=convinces: read.ids == [it],
         )  # fmt: skip

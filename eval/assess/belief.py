@@ -13,7 +13,7 @@ from torch import Tensor
 from hiddenlab.channels import Channel, in_order
 from hiddenlab.eval.assess.ensemble import verified
 from hiddenlab.matching.distance import Matcher, choose_matcher
-from hiddenlab.models import TruncatedModel
+from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.secret_maps import is_mapped
 from hiddenlab.types import AttackResult, Observation, ObservationInfo
@@ -59,10 +59,11 @@ class Release:
             released = channel.release_batch(model, [text.tolist() for text in texts], drawn)
         except Exception:  # the code of somebody else's defense; attacks tell what fails there
             return None
+        plain = model.run_all([Request(model.prefix(), text) for text in texts], keep=False)
         states, rows = list[Tensor](), list[Tensor]()
-        for text, (observation, truth) in zip(texts, released, strict=True):
+        for own, (observation, truth) in zip(plain, released, strict=True):
             bound = matcher.bound(observation.states.float().cpu())
-            states.append(bound.view(model.encode(text).float().cpu())[1:])
+            states.append(bound.view(own.states.float().cpu())[1:])
             rows.append(bound.prepare(in_order(observation, truth).float().cpu())[1:])
         given, seen = torch.cat(states), torch.cat(rows)
         return None if given.shape != seen.shape else cls.fitted(matcher, given, seen)
