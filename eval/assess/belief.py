@@ -134,11 +134,11 @@ class Belief:
 
     @torch.inference_mode()
     def _evidence(self, answer: AttackResult, observation: Observation) -> float | None:
-        """Return how well a text explains the rows, in nats a row; 0 where it explains nothing, None if nobody can say.
+        """Return how well a text explains the rows, in nats a row; 0 where it explains nothing, None if unknown.
 
-        It is how much likelier the rows are behind the text's states than behind nothing, to who learned on texts of
-        his own what the defense makes of states (``Release``). Rows that go with no token, or that are likelier behind
-        nothing, are not explained. The first token is left out: its state is unlike all others. Shuffled rows get the
+        The attacker has learned what the defense makes of states (``Release``). The rows are likelier given the text's
+        states than given the mean state alone; the result is by how much. Rows that go with no token, or that the mean
+        state explains better, count as not explained. The first token is left out: its state is unlike all others. Shuffled rows get the
         order that suits a text best.
         """
         info, shown = observation.info, observation.states.float().cpu()

@@ -25,8 +25,8 @@ class Step:
     Attributes:
         attack: its spec. supposes: the stages that it takes the defense for; empty for what the rows' facts say.
             weight: of its share of the time. missing: it is for observations of some rows alone. endless: it may go on
-            for as long as there is time, so that running out of it says nothing. inexact: it is for rows that are no
-            longer exact, and waits where a defense leaves them so. beside: it looks for the prompt's own tokens also
+            for as long as there is time, so that running out of it says nothing. inexact: it is for noised or
+            rounded rows, and waits where a defense leaves rows exact. beside: it looks for the prompt's own tokens also
             where the model ran others, and rows that are read say nothing more.
     """
 
