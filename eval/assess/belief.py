@@ -138,8 +138,8 @@ class Belief:
 
         The attacker has learned what the defense makes of states (``Release``). The rows are likelier given the text's
         states than given the mean state alone; the result is by how much. Rows that go with no token, or that the mean
-        state explains better, count as not explained. The first token is left out: its state is unlike all others. Shuffled rows get the
-        order that suits a text best.
+        state explains better, count as not explained. The first token is left out: its state is unlike all others.
+        Shuffled rows get the order that suits a text best.
         """
         info, shown = observation.info, observation.states.float().cpu()
         if self._replaced or is_mapped(info) or info.positions is not None or shown.shape[1] > WIDEST:
