@@ -20,6 +20,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.quantized import quiet_bitsandbytes
 from hiddenlab.models.request import packs
+from hiddenlab.models.tokens import most_tokens
 from hiddenlab.secret_maps import mixes_rows
 from hiddenlab.stages import (
     LOAD_OPTIONS,
@@ -174,7 +175,7 @@ class Channel:
             The observation, which an attack may see, and the truth, which it may not.
 
         Raises:
-            InputError: no tokens, or tokens outside the vocabulary.
+            InputError: no tokens, more than the model takes, or tokens outside the vocabulary.
         """
         random = seed if isinstance(seed, torch.Generator) else generator(seed, "release", 0)
         tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -197,7 +198,7 @@ class Channel:
             key: see ``release``; it is the key of all these prompts.
 
         Raises:
-            InputError: a prompt has no tokens, or tokens outside the vocabulary.
+            InputError: a prompt has no tokens, more than the model takes, or tokens outside the vocabulary.
         """
         provider = self.provider_model(model)
         info = self._public(model, provider)
@@ -307,6 +308,7 @@ class Channel:
         own = Draws.seeded(seed, key)
         computed = self._replaced(provider, tokens, own)
         inputs = self._inputs(provider, tokens if computed is None else computed, own)
+        _check_length(len(tokens), len(inputs), provider)
         return _Prepared(tuple(tokens), computed, inputs, seed, own)
 
     def _inputs(self, provider: TruncatedModel, tokens: Sequence[int], own: Draws) -> Tensor:
@@ -454,6 +456,15 @@ def _unused(spec: str, details: dict[str, Any]) -> str:
         count += 1
         key = f"{spec}#{count}"
     return key
+
+
+def _check_length(tokens: int, inputs: int, model: TruncatedModel) -> None:
+    most, before = most_tokens(model.module), inputs - tokens
+    if most is not None and inputs > most:
+        beside = f" behind a prefix of {before}" * bool(before)
+        raise InputError(
+            f"the prompt has {count_of(tokens, 'token')}{beside}, and {model.ref.name} takes {most}; cut the prompt"
+        )
 
 
 def _check_tokens(tokens: Sequence[int], model: TruncatedModel) -> None:

@@ -20,6 +20,7 @@ from hiddenlab.imports import Imported
 from hiddenlab.inputs import Inputs, imported_states, read_inputs, read_prompts
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.models.load import checked_layer, load_config, resolve_model
+from hiddenlab.models.tokens import most_tokens
 from hiddenlab.observation import check_observation
 from hiddenlab.options import Stream
 from hiddenlab.prompts import Prompt
@@ -339,7 +340,7 @@ def cases_of(prompts: Sequence[Prompt], model: TruncatedModel, max_tokens: int |
     Raises:
         InputError: a prompt is longer than the model takes, or cannot be tokenized.
     """
-    longest = _longest(model)
+    longest = most_tokens(model.module)
     cases = []
     for index, prompt in enumerate(prompts):
         tokens = model.tokenize(prompt, max_tokens)
@@ -352,12 +353,6 @@ def cases_of(prompts: Sequence[Prompt], model: TruncatedModel, max_tokens: int |
     return cases
 
 
-def _longest(model: TruncatedModel) -> int | None:
-    """Return how many tokens the model takes, None where its configuration does not say."""
-    longest = getattr(model.module.config, "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 0 else None
-
-
 def _given(
     observations: Sequence[Observation],
     truths: Sequence[GroundTruth | None] | None,
@@ -365,7 +360,7 @@ def _given(
     model: TruncatedModel,
     any_width: bool,
 ) -> list[Case]:
-    longest = _longest(model)
+    longest = most_tokens(model.module)
     for observation in observations:
         check_observation(observation, model, any_width=any_width)
         last = (observation.info.positions or (len(observation.states) - 1,))[-1]

@@ -10,9 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from hiddenlab import registry
+from hiddenlab import attack, registry
 from hiddenlab.channels import Channel
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models import TruncatedModel, load_model
@@ -405,3 +412,19 @@ def test_a_sharded_model_gets_a_sharded_provider(
         monkeypatch.setattr(model.module, "hf_device_map", placed, raising=False)
         Channel.parse(["dtype:bfloat16"]).provider_model(model)
     assert [options["device_map"] for options in asked] == [None, "auto"]
+
+
+def test_model_of_few_positions_is_attacked_within_these(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2, initializer_range=0.2,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    small = load_model(str(tmp_path), 1, device="cpu")
+    observation, _ = Channel.parse([]).release(small, TOKENS)
+    assert [token.token for token in attack(observation, small).tokens] == TOKENS
+    with pytest.raises(InputError, match=r"the prompt has 17 tokens, and \S+ takes 16; cut the prompt"):
+        Channel.parse([]).release(small, [1] * 17)
+    with pytest.raises(InputError, match=r"has 16 tokens behind a prefix of 1, and \S+ takes 16"):
+        Channel.parse(["random-prefix"]).release(small, [1] * 16)

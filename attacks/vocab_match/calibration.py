@@ -26,6 +26,7 @@ from hiddenlab.matching.epsilon import Threshold, chance_within
 from hiddenlab.matching.ranking import Proposer
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.load import parse_dtype
+from hiddenlab.models.tokens import most_tokens
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress
 
@@ -315,8 +316,7 @@ def calibrate(
         InputError: no text has a right token among the first ``CANDIDATES``.
     """
     corpus = Corpus(model, seed + 1)
-    longest = getattr(model.module.config, "max_position_embeddings", None) or TOKENS
-    length = max(1, min(TOKENS, longest - info.prefix_tokens))
+    length = max(1, min(TOKENS, (most_tokens(model.module) or TOKENS) - info.prefix_tokens))
     windows = [corpus.beginning(length).tolist() for _ in range(texts)]
     generator = torch.Generator().manual_seed(seed)
     released = Channel.parse(list(info.channel)).release_batch(model, windows, generator)

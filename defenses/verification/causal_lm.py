@@ -21,6 +21,7 @@ from hiddenlab.models.load import (
     resolve_model,
 )
 from hiddenlab.models.quantized import quiet_bitsandbytes
+from hiddenlab.models.tokens import most_tokens
 from hiddenlab.text import count_of
 
 ATTENTIONS = ("sdpa", "eager")
@@ -82,8 +83,8 @@ class WholeModel:
         Raises:
             InputError: the model has fewer positions.
         """
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        if isinstance(limit, int) and tokens > limit:
+        limit = most_tokens(self.model)
+        if limit is not None and tokens > limit:
             raise InputError(f"{what}: {count_of(tokens, 'token')}; {self.name} takes {limit} together")
 
     def check_tokens(self, tokens: Sequence[int], what: str) -> None:
@@ -133,8 +134,7 @@ class WholeModel:
         The tokens are 1 · s, 2 · s … modulo the vocabulary. Anybody who has the model can compute the scale; proofs by
         row measure values in units of it (``rules.ROWS``). It needs neither text nor tokenizer.
         """
-        most = getattr(self.model.config, "max_position_embeddings", None)
-        count = min(MEASURED, most) if isinstance(most, int) else MEASURED
+        count = min(MEASURED, most_tokens(self.model) or MEASURED)
         tokens = [place * _STRIDE % self.vocabulary for place in range(1, count + 1)]
         states = self.prefill(tokens, 0)[0].double()
         # A column of zeros has no scale; any positive one will do, as zeros stay the smallest.

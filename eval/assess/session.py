@@ -14,6 +14,7 @@ from hiddenlab.eval.assess.hiding import as_known
 from hiddenlab.eval.assess.readings import truth_of
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
+from hiddenlab.models.tokens import most_tokens
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.repeated import together
 from hiddenlab.secret_maps import mixes_rows
@@ -127,7 +128,7 @@ def chosen_lengths(
     count, unsure = attacker.chosen, attacker.knows == "nothing"
     if not count or info.rows_permuted or mixes_rows(info):
         return [length] * count
-    most = getattr(model.module.config, "max_position_embeddings", LONGEST)
+    most = most_tokens(model.module) or LONGEST
     wanted = math.ceil((model.width + MORE) / max(1, count // 2 if unsure else count))
     if are_replaced(info):
         return [max(length, min(LONGEST, most))] * count

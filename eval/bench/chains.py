@@ -8,6 +8,7 @@ import torch
 
 from hiddenlab.errors import InputError
 from hiddenlab.models import Prefix, Request, TruncatedModel, load_model
+from hiddenlab.models.tokens import most_tokens
 from hiddenlab.proposals.probe import fast_dtype
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
@@ -44,7 +45,7 @@ def bench(
     dtype = str(fast_dtype(torch.device("cpu"))).removeprefix("torch.")
     truncated = load_model(model, stream="logits", device="cpu", dtype=dtype)
     random = generator(seed, "bench", "chains")
-    longest = getattr(truncated.module.config, "max_position_embeddings", None)
+    longest = most_tokens(truncated.module)
     if longest is not None and max_tokens >= longest:
         raise InputError(f"{model} reads at most {longest} tokens; max_tokens leaves no room for one more")
     prompts = torch.randint(0, truncated.vocab_size, (limit, max_tokens + 1), generator=random)

@@ -34,6 +34,7 @@ from hiddenlab.diagnosis.norms import SAME, moved_by_norm
 from hiddenlab.diagnosis.numerics import other_numbers
 from hiddenlab.diagnosis.places import Place
 from hiddenlab.models import TruncatedModel
+from hiddenlab.models.tokens import most_tokens
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.types import INNER_STREAMS, Observation, Site
 
@@ -79,8 +80,7 @@ class Sample:
 
     def __init__(self, model: TruncatedModel, seed: int) -> None:
         corpus = Corpus(model, seed)
-        longest = getattr(model.module.config, "max_position_embeddings", None)
-        length = min(WINDOW, longest) if isinstance(longest, int) and longest > 1 else WINDOW
+        length = min(WINDOW, most_tokens(model.module) or WINDOW)
         windows = [corpus.text_window(length) for _ in range(TEXT // length)]
         self.texts = torch.stack([window for window in windows if len(window) == length])
         order = torch.randperm(model.vocab_size, generator=torch.Generator().manual_seed(seed))

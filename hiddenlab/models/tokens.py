@@ -8,9 +8,17 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from torch import nn
+
 from hiddenlab.errors import InputError
 from hiddenlab.models.reading import reading_model
 from hiddenlab.prompts import Prompt
+
+
+def most_tokens(module: nn.Module) -> int | None:
+    """Return how many tokens a model takes, None where its configuration does not say."""
+    most = getattr(module.config, "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
 
 
 def token_ids(

@@ -8,6 +8,7 @@ on purpose.
 
 import ast
 import random
+import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from hiddenlab.models import TruncatedModel
+from hiddenlab.models.tokens import most_tokens
 
 MIN_CHARS, MAX_SOURCE_CHARS = 200, 4000
 FEWEST_TOKENS = 9  # shorter texts are left out
@@ -76,6 +78,7 @@ class Corpus:
         self, model: TruncatedModel, seed: int = 0, texts: Callable[[], list[str]] | None = None
     ) -> None:
         self.vocab_size, self._model = model.vocab_size, model
+        self._most = most_tokens(model.module) or sys.maxsize
         self._random = random.Random(seed)
         self._torch = torch.Generator().manual_seed(seed)
         self._texts: list[str] = []
@@ -103,7 +106,11 @@ class Corpus:
         return torch.randint(0, self.vocab_size, (n,), generator=self._torch)
 
     def text_window(self, n: int) -> Int[Tensor, " n"]:
-        """Return up to n tokens of running text, from a random place, as the tokenizer would start a prompt."""
+        """Return up to n tokens of running text, from a random place, as the tokenizer would start a prompt.
+
+        No window is longer than the model takes.
+        """
+        n = min(n, self._most)
         ids = self._document()
         if not ids:
             return self.uniform(n)
@@ -120,6 +127,7 @@ class Corpus:
 
     def beginning(self, n: int) -> Int[Tensor, " n"]:
         """Return the first tokens of a text, up to n, as the tokenizer would start a prompt."""
+        n = min(n, self._most)
         ids = self._document()
         return torch.tensor((self._special + ids)[:n]) if ids else self.uniform(n)
 
@@ -128,7 +136,7 @@ class Corpus:
         draw = self._random.random()
         if draw < 0.55:
             return self._opening()
-        n = self._random.choice(WINDOW_LENGTHS)
+        n = min(self._random.choice(WINDOW_LENGTHS), self._most)
         if draw < 0.62:
             return self.uniform(n)
         ids = self.text_window(n)
@@ -141,7 +149,7 @@ class Corpus:
 
     def _opening(self) -> Tensor:
         """Return one to six tokens, sometimes with the first one repeated."""
-        n = self._random.randint(1, 6)
+        n = min(self._random.randint(1, 6), self._most)
         ids = self.uniform(n) if self._random.random() < 0.5 else self.text_window(n)
         if self._random.random() < 0.2:
             repeats = self._random.randint(1, len(ids))

@@ -11,6 +11,7 @@ from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.self_check import uncounted
+from hiddenlab.models.tokens import most_tokens
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.proposals.expected_states import ExpectedStates
 from hiddenlab.proposals.probe import Probe, ProbeSettings, whitening
@@ -126,16 +127,21 @@ def text_rows_for(model: TruncatedModel, info: ObservationInfo, progress: Progre
 
 def _text_windows(model: TruncatedModel) -> list[torch.Tensor]:
     corpus, windows = Corpus(model, TEXT_SEED, language_reference), list[torch.Tensor]()
+    length = _text_length(model)
     for _ in range(TEXT_DRAWS):
-        if len(windows) < TEXT_WINDOWS and len(window := corpus.text_window(TEXT_LENGTH)) == TEXT_LENGTH:
+        if len(windows) < TEXT_WINDOWS and len(window := corpus.text_window(length)) == length:
             windows.append(window)
-    return windows + [corpus.uniform(TEXT_LENGTH) for _ in range(TEXT_WINDOWS - len(windows))]
+    return windows + [corpus.uniform(length) for _ in range(TEXT_WINDOWS - len(windows))]
+
+
+def _text_length(model: TruncatedModel) -> int:
+    return min(TEXT_LENGTH, most_tokens(model.module) or TEXT_LENGTH)
 
 
 def _keep_text_rows(
     model: TruncatedModel, stages: list[str], states: torch.Tensor, tokens: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    shape = (TEXT_WINDOWS, TEXT_LENGTH)
+    shape = (TEXT_WINDOWS, _text_length(model))
     states = states.nan_to_num(0, 0, 0)  # float16 may overflow
     tensors = {"states": states.unflatten(0, shape), "tokens": tokens.unflatten(0, shape)}
     with suppress(InputError):
@@ -144,7 +150,7 @@ def _keep_text_rows(
 
 
 def _text_identity(model: TruncatedModel, stages: list[str]) -> dict[str, Any]:
-    return identity_of(model, stages) | {"text_rows": [TEXT_WINDOWS, TEXT_LENGTH]}
+    return identity_of(model, stages) | {"text_rows": [TEXT_WINDOWS, _text_length(model)]}
 
 
 def _estimate(model: TruncatedModel, tokens: int) -> float:
@@ -152,8 +158,9 @@ def _estimate(model: TruncatedModel, tokens: int) -> float:
     with uncounted(model):
         model.encode(torch.zeros(1, dtype=torch.long))  # the first pass is slower
         started = time.perf_counter()
-        model.encode(torch.zeros(TIMED, dtype=torch.long))
-    return (time.perf_counter() - started) * tokens / TIMED
+        timed = min(TIMED, most_tokens(model.module) or TIMED)
+        model.encode(torch.zeros(timed, dtype=torch.long))
+    return (time.perf_counter() - started) * tokens / timed
 
 
 def known_windows(model: TruncatedModel) -> list[torch.Tensor]:
