@@ -8,6 +8,7 @@ Behind noise right and wrong candidates overlap. There several hypotheses are ke
 distance in the context of its own hypothesis, and by the language model. Nothing is verified.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,16 @@ ADDING = 4096  # candidates that add a direction, before one that repeats a stat
 # Behind noise: hypotheses kept, and candidates of all of them together that are run, at each position and all later
 # ones. First rows say little, each by one number or two.
 WIDTHS = ((128, 0), (128, 8192), (64, 4096), (32, 2048), (16, 768))
+# Where a row tells a right candidate from wrong ones, few are run at first, and ever more until one that explains the
+# row is clearly ahead: so many nats in all, and half as many by the row alone (of mixed rows, the prompt's later tokens
+# explain it as well).
+FIRST, GROWTH, CLEAR = 64, 4, 10.0
+EXPLAINS = 0.5  # of what the nearest candidate can have by the row alone
+FEW = 4  # rows that say so little that a wrong token may explain the last of them by chance
+# Candidates of a prompt beyond ``WIDTHS``, where none explains a row. They are spent once: behind a wrong beginning no
+# later row is explained.
+SPARE = 65536
+BEHIND = 30.0  # nats behind the best hypothesis, from where one is given up
 
 
 def behind_map(task: Task) -> Search:
@@ -120,35 +131,63 @@ class _Grown:
     """A hypothesis with one token more: a candidate that was run behind it.
 
     Attributes:
-        score: of all its tokens, in nats. place: of the candidate in the answer.
+        score: of all its tokens, in nats. told: by its row alone. place: of the candidate in the answer.
     """
 
     score: float
+    told: float
     before: Task
     answer: Answer
     place: int
     prediction: TokenPrediction
 
-    def task(self) -> Task:
+    def task(self, evaluated: int) -> Task:
+        """Return the search behind it. ``evaluated``: candidates that were run for its token."""
         grown = self.before.fork()
         grown.keep(self.answer, branch=self.place)
-        grown.accept(self.prediction)
+        grown.accept(replace(self.prediction, evaluated=evaluated))
         return grown
 
 
 def _behind_noise(task: Task, apart: Apart) -> Search:
-    """Keep the likeliest hypotheses, and take the best at the end."""
-    norms = task.matcher.norms(task.rows)
+    """Keep the likeliest hypotheses, and take the best at the end.
+
+    The first few tokens are taken in haste at first, where a wrong one shows in later rows.
+    """
+    norms, frame = task.matcher.norms(task.rows), task.matcher.frame
     _follow_together([task])  # what all hypotheses have in common
-    beam = yield from _beginnings(task, apart, norms)
-    for position in range(1, len(task.rows)):
-        kept, tried = WIDTHS[min(position, len(WIDTHS) - 1)]
-        grown = yield from _grown(
-            beam, min(tried, len(beam) * (task.budget or tried)), position, norms, apart
-        )
-        grown.sort(key=lambda one: one.score, reverse=True)
-        beam = [(one.score, one.task()) for one in grown[:kept]]
-    vars(task).update(vars(max(beam, key=lambda one: one[0])[1]))
+    beginnings, best = (yield from _beginnings(task, apart, norms)), None
+    betrays = frame is not None and frame.betrays
+    if betrays:
+        best = yield from _followed(beginnings, norms, apart, hasty=True)
+    if best is None:
+        best = yield from _followed(beginnings, norms, apart, spare=SPARE if betrays else 0)
+    vars(task).update(vars(best))
+
+
+def _followed(
+    beam: list[tuple[float, Task]],
+    norms: Float[Tensor, " rows"],
+    apart: Apart,
+    spare: int = 0,
+    hasty: bool = False,
+) -> Search:
+    """Follow the likeliest hypotheses to the end, and return the best.
+
+    Args:
+        spare: candidates beyond the usual ones, where none of these explains a row. hasty: a clear lead ends the search
+            for one of the first few tokens too, and an unexplained row the whole, with None.
+    """
+    for position in range(1, len(norms)):
+        kept, usual = WIDTHS[min(position, len(WIDTHS) - 1)]
+        early = hasty or position >= FEW
+        grown = yield from _grown(beam, usual, usual + spare, early, position, norms, apart)
+        if hasty and apart.most(position) >= CLEAR and not _explained(grown, position, apart):
+            return None
+        spare -= max(0, len(grown) - usual)
+        least = grown[0].score - BEHIND
+        beam = [(one.score, one.task(len(grown))) for one in grown[:kept] if one.score >= least]
+    return max(beam, key=lambda one: one[0])[1]
 
 
 def _beginnings(task: Task, apart: Apart, norms: Float[Tensor, " rows"]) -> Search:
@@ -167,27 +206,70 @@ def _beginnings(task: Task, apart: Apart, norms: Float[Tensor, " rows"]) -> Sear
     return [
         (
             score,
-            _Grown(
-                score, task, answer, i, _guess(token, 0, float(distances[token]), len(best.indices))
-            ).task(),
+            _Grown(score, 0.0, task, answer, i, _guess(token, 0, float(distances[token]))).task(
+                len(best.indices)
+            ),
         )
         for i, (score, token) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True))
     ]
 
 
 def _grown(
-    beam: list[tuple[float, Task]], tried: int, position: int, norms: Float[Tensor, " rows"], apart: Apart
-) -> Search:
-    """Run the likeliest next tokens of all hypotheses together, each behind its own, and return the longer ones."""
+    beam: list[tuple[float, Task]], usual: int, most: int, early: bool, position: int,
+    norms: Float[Tensor, " rows"], apart: Apart,
+) -> Search:  # fmt: skip
+    """Run the likeliest next tokens of all hypotheses together, each behind its own, and return the longer ones.
+
+    Args:
+        usual: how many to run where the row says little, or several explain it. most: where it says which one is right,
+            and none of these is. early: end where one is clearly ahead.
+
+    Returns:
+        The best first.
+    """
+    telling = apart.most(position) >= CLEAR
+    allowed = len(beam) * (beam[0][1].budget or most)
+    usual, most = min(usual, allowed), min(most if telling else usual, allowed)
     _follow_together([trial for _, trial in beam])
-    likely = yield Together([_likely(trial, score, tried, position) for score, trial in beam])
-    values = torch.cat([best.values for best, _ in likely])
-    least = values.topk(min(tried, len(values))).values[-1]
-    behind = [
-        _longer(trial, score, best.indices[best.values >= least], said, position, norms, apart)
-        for (score, trial), (best, said) in zip(beam, likely, strict=True)
-    ]
-    return [one for longer in (yield Together(behind)) for one in longer]
+    likely = yield Together([_likely(trial, score, most, position) for score, trial in beam])
+    owners = torch.arange(len(beam)).repeat_interleave(torch.tensor([len(best.values) for best, _ in likely]))
+    values, tokens = (torch.cat([best[part] for best, _ in likely]) for part in (0, 1))
+    order, grown = values.topk(min(most, len(values))).indices, list[_Grown]()
+    size = FIRST if telling and early else usual
+    while len(grown) < (wanted := min(most, len(order))):
+        if grown and _explained(grown, position, apart):
+            wanted = min(usual, wanted)
+            if len(grown) >= wanted or (early and _is_clear(grown, position, apart)):
+                break
+        batch = order[len(grown) : min(len(grown) + size, wanted)]
+        owner = owners[batch.cpu()]
+        behind = [
+            _longer(trial, score, tokens[batch[(owner == i).to(batch.device)]], said, position, norms, apart)
+            for i, ((score, trial), (_, said)) in enumerate(zip(beam, likely, strict=True))
+        ]
+        grown += [one for longer in (yield Together(behind)) for one in longer]
+        grown.sort(key=lambda one: one.score, reverse=True)
+        size = (GROWTH - 1) * len(grown)
+    return grown
+
+
+def _explained(grown: list[_Grown], position: int, apart: Apart) -> bool:
+    """Return whether a candidate explains its row as right ones do."""
+    return any(one.told >= EXPLAINS * apart.most(position) for one in grown)
+
+
+def _is_clear(grown: list[_Grown], position: int, apart: Apart) -> bool:
+    """Return whether the best token explains its row and is far ahead of all others, whatever the tokens before it.
+
+    Args:
+        grown: the best first.
+    """
+    best = grown[0]
+    others = [one for one in grown if one.prediction.token != best.prediction.token]
+    score = max((one.score for one in others), default=-math.inf)
+    told = max((one.told for one in others), default=-math.inf)
+    ahead = best.score - score >= CLEAR and best.told - told >= CLEAR / 2
+    return ahead and _explained([best], position, apart)
 
 
 def _follow_together(trials: Sequence[Task]) -> None:
@@ -220,15 +302,16 @@ def _longer(
     answer: Answer = yield ForwardCall(trial.model, Request(trial.prefix, batch[:0], branches=batch))
     seen, observed = trial.matcher.view(answer.branches), trial.rows[position : position + 1]
     distances = trial.matcher.table(candidates=seen, observed=observed)[:, 0]
-    totals = score + apart.evidence(position, distances / norms[position])
+    told = apart.evidence(position, distances / norms[position])
+    totals = score + told
     if said is not None:
         totals = totals + said.to(totals)[batch]
-    each = zip(totals.tolist(), batch.tolist(), distances.tolist(), strict=True)
+    each = zip(totals.tolist(), told.tolist(), batch.tolist(), distances.tolist(), strict=True)
     return [
-        _Grown(total, trial, answer, i, _guess(one, position, distance, len(batch)))
-        for i, (total, one, distance) in enumerate(each)
+        _Grown(total, own, trial, answer, i, _guess(one, position, distance))
+        for i, (total, own, one, distance) in enumerate(each)
     ]
 
 
-def _guess(token: int, row: int, distance: float, evaluated: int) -> TokenPrediction:
-    return TokenPrediction(token, row, distance, None, evaluated, False)
+def _guess(token: int, row: int, distance: float) -> TokenPrediction:
+    return TokenPrediction(token, row, distance, None, 0, False)

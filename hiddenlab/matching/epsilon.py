@@ -77,6 +77,10 @@ class Apart:
         middle, logs = (right + wrong) / 2, distances.clamp(min=1e-30).log()
         return (middle - logs.clamp(min=right)) * max(wrong - right, 0.0) / self.spread**2
 
+    def most(self, position: int) -> float:
+        """Return how much likelier the nearest candidate can be right than wrong, in nats: what the row can tell."""
+        return float(self.evidence(position, torch.zeros(1)))
+
 
 @dataclass(frozen=True)
 class Threshold:

@@ -15,6 +15,7 @@ for the next token, and each row, as a few numbers; the distance of a candidate 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -33,8 +34,10 @@ class Frame(ABC):
 
     Attributes:
         shown: each row as it is compared, behind the rows before it, in double precision.
+        betrays: a wrong token before a row shows in that row.
     """
 
+    betrays: ClassVar[bool] = False
     shown: Float[Tensor, "rows k"]
 
     @classmethod
@@ -94,6 +97,7 @@ class Gram(Frame):
         known: directions of the known states; of the first ``t`` rows as many.
     """
 
+    betrays = True
     shown: Float[Tensor, "rows rows"]
     known: Basis
 
