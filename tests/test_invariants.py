@@ -1,5 +1,6 @@
 """Rows behind secret linear maps: what the maps leave, distances by it against slow oracles, and prompts recovered."""
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,9 @@ from hiddenlab.proposals.store import training_channel
 from hiddenlab.secret_maps import FACT, invariant_of
 from hiddenlab.types import Observation, ObservationInfo, Site
 from hiddenlab.utils.random import orthogonal
+
+# The package holds the function of that name.
+behind_map = importlib.import_module("hiddenlab.attacks.vocab_match.behind_map")
 
 LoadModel = Callable[..., TruncatedModel]
 SPECS = ("orthogonal", "orthogonal:fresh=row", "row-mixing", "row-mixing:kind=orthogonal")
@@ -392,6 +396,45 @@ def test_behind_noise_prompts_are_read_and_nothing_is_verified(tiny_model: LoadM
     found = VocabMatch(proposal="probe").fit(observation.info, model).recover(observation)
     assert found.ids == TOKENS and not any(token.verified for token in found.tokens)
     assert [token.row for token in found.tokens] == list(range(len(TOKENS)))
+
+
+@pytest.mark.slow
+def test_behind_noise_more_candidates_run_where_none_explains_a_row(
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", 1)
+    observation = released(model, "gaussian:sigma=0.005", "orthogonal")
+    attack = VocabMatch(proposal="probe").fit(observation.info, model)
+    usual = attack.recover(observation)
+    assert usual.ids == TOKENS
+    later = usual.tokens[behind_map.FEW :]
+    assert all(token.evaluated < behind_map.WIDTHS[-1][1] for token in later)  # one is clearly ahead
+    monkeypatch.setattr(behind_map, "WIDTHS", (*behind_map.WIDTHS[:-1], (16, 8)))
+    assert attack.recover(observation).ids == TOKENS
+    monkeypatch.setattr(behind_map, "SPARE", 0)
+    assert attack.recover(observation).ids != TOKENS
+
+
+@pytest.mark.parametrize(
+    ("told", "scores", "tokens", "clear"),
+    [
+        ((9.0, 1.0), (20.0, 9.0), (1, 2), True),
+        ((9.0, 1.0), (20.0, 11.0), (1, 2), False),  # the other is near in all
+        ((9.0, 5.0), (20.0, 9.0), (1, 2), False),  # by the row
+        ((9.0, 9.0), (20.0, 20.0), (1, 1), True),  # the same token behind another beginning
+        ((4.0, -9.0), (20.0, 0.0), (1, 2), False),  # ahead, and explains nothing
+    ],
+)
+def test_a_token_is_clearly_ahead_by_all_and_by_its_row(
+    told: tuple[float, ...], scores: tuple[float, ...], tokens: tuple[int, ...], clear: bool
+) -> None:
+    apart = Apart((-9.0,), (-8.0,), 0.2236)
+    assert apart.most(3) == pytest.approx(10, abs=0.01)
+    grown = []
+    for score, own, token in zip(scores, told, tokens, strict=True):
+        grown.append(object.__new__(behind_map._Grown))  # without the search behind it
+        vars(grown[-1]).update(score=score, told=own, prediction=behind_map._guess(token, 3, 1.0))
+    assert behind_map._is_clear(grown, 3, apart) is clear
 
 
 def test_attacks_that_take_rows_for_states_refuse(tiny_model: LoadModel) -> None:

@@ -11,7 +11,7 @@ def invariants(
     channels: str = CHANNELS,
     sigmas: str = "0,0.01,0.1",
     releases: str = RELEASES,
-    candidates: int = 4096,
+    candidates: int = 16384,
 ) -> Experiment:
     """Attack states behind secret orthogonal maps, maps of each row, and row mixing, by what these leave.
 
