@@ -409,10 +409,10 @@ def test_behind_noise_more_candidates_run_where_none_explains_a_row(
     assert usual.ids == TOKENS
     later = usual.tokens[behind_map.FEW :]
     assert all(token.evaluated < behind_map.WIDTHS[-1][1] for token in later)  # one is clearly ahead
-    monkeypatch.setattr(behind_map, "WIDTHS", (*behind_map.WIDTHS[:-1], (16, 8)))
-    assert attack.recover(observation).ids == TOKENS
-    monkeypatch.setattr(behind_map, "SPARE", 0)
-    assert attack.recover(observation).ids != TOKENS
+    few = (*behind_map.WIDTHS[:-1], (16, 8))
+    for spare, read in ((behind_map.SPARE, True), (0, False)):
+        monkeypatch.setattr(behind_map, "TRIES", (behind_map._Try(few, spare, last=True),))
+        assert (attack.recover(observation).ids == TOKENS) is read
 
 
 @pytest.mark.parametrize(

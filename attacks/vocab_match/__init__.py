@@ -398,9 +398,9 @@ class VocabMatch(Attack):
         """Return the first observations and the others.
 
         What a probe learns from the first prompts saves more than running many at once does. So a group has about as
-        many rows as were verified before it.
+        many rows as were verified before it. Behind a map and noise a prompt has many hypotheses, and goes alone.
         """
-        most = len(observations)
+        most = 1 if self._prepared is not None and self._prepared.threshold.apart else len(observations)
         if self._may_learn:
             assert self._known is not None
             rows = accumulate(len(observation.states) for observation in observations)

@@ -38,9 +38,9 @@ WIDTHS = ((128, 0), (128, 8192), (64, 4096), (32, 2048), (16, 768))
 FIRST, GROWTH, CLEAR = 64, 4, 10.0
 EXPLAINS = 0.5  # of what the nearest candidate can have by the row alone
 FEW = 4  # rows that say so little that a wrong token may explain the last of them by chance
-# Candidates of a prompt beyond ``WIDTHS``, where none explains a row. They are spent once: behind a wrong beginning no
-# later row is explained.
-SPARE = 65536
+# The same with care, and candidates of a prompt beyond the usual ones where none of these explains a row.
+CAREFUL, SPARE = ((128, 0), (128, 32768), (64, 16384), (32, 8192), (16, 768)), 16384
+EACH = 8192  # candidates of one hypothesis, beside its share of all
 BEHIND = 30.0  # nats behind the best hypothesis, from where one is given up
 
 
@@ -130,63 +130,73 @@ def _take(task: Task, opening: TokenPrediction) -> Search:
 class _Grown:
     """A hypothesis with one token more: a candidate that was run behind it.
 
+    What a pass keeps of tens of thousands of candidates would fill the memory. So the few that stay are run once more.
+
     Attributes:
-        score: of all its tokens, in nats. told: by its row alone. place: of the candidate in the answer.
+        score: of all its tokens, in nats. told: by its row alone.
     """
 
     score: float
     told: float
     before: Task
-    answer: Answer
-    place: int
     prediction: TokenPrediction
 
-    def task(self, evaluated: int) -> Task:
-        """Return the search behind it. ``evaluated``: candidates that were run for its token."""
+    def task(self, evaluated: int) -> Search:
+        """Return the score and the search behind it. ``evaluated``: candidates that were run for its token."""
         grown = self.before.fork()
-        grown.keep(self.answer, branch=self.place)
-        grown.accept(replace(self.prediction, evaluated=evaluated))
-        return grown
+        yield from _take(grown, replace(self.prediction, evaluated=evaluated))
+        return self.score, grown
+
+
+@dataclass(frozen=True)
+class _Try:
+    """How the search behind noise goes through a prompt once.
+
+    Attributes:
+        widths: as ``WIDTHS``. spare: candidates beyond the usual ones, where none of these explains a row.
+        hasty: a clear lead ends the search for one of the first few tokens too.
+        last: it goes on where no candidate explains a row.
+    """
+
+    widths: Sequence[tuple[int, int]] = WIDTHS
+    spare: int = 0
+    hasty: bool = False
+    last: bool = False
+
+
+TRIES = (_Try(hasty=True), _Try(spare=SPARE), _Try(CAREFUL, SPARE, last=True))
 
 
 def _behind_noise(task: Task, apart: Apart) -> Search:
     """Keep the likeliest hypotheses, and take the best at the end.
 
-    The first few tokens are taken in haste at first, where a wrong one shows in later rows.
+    Where a wrong token shows in later rows, a row that no candidate explains begins the search again, with more care.
     """
     norms, frame = task.matcher.norms(task.rows), task.matcher.frame
     _follow_together([task])  # what all hypotheses have in common
     beginnings, best = (yield from _beginnings(task, apart, norms)), None
-    betrays = frame is not None and frame.betrays
-    if betrays:
-        best = yield from _followed(beginnings, norms, apart, hasty=True)
-    if best is None:
-        best = yield from _followed(beginnings, norms, apart, spare=SPARE if betrays else 0)
+    for one in TRIES if frame is not None and frame.betrays else (_Try(last=True),):
+        if (best := (yield from _followed(beginnings, one, norms, apart))) is not None:
+            break
+    assert best is not None
     vars(task).update(vars(best))
 
 
 def _followed(
-    beam: list[tuple[float, Task]],
-    norms: Float[Tensor, " rows"],
-    apart: Apart,
-    spare: int = 0,
-    hasty: bool = False,
+    beam: list[tuple[float, Task]], how: _Try, norms: Float[Tensor, " rows"], apart: Apart
 ) -> Search:
-    """Follow the likeliest hypotheses to the end, and return the best.
-
-    Args:
-        spare: candidates beyond the usual ones, where none of these explains a row. hasty: a clear lead ends the search
-            for one of the first few tokens too, and an unexplained row the whole, with None.
-    """
+    """Follow the likeliest hypotheses to the end, and return the best; None where no candidate explains a row."""
+    spare = how.spare
     for position in range(1, len(norms)):
-        kept, usual = WIDTHS[min(position, len(WIDTHS) - 1)]
-        early = hasty or position >= FEW
+        kept, usual = how.widths[min(position, len(how.widths) - 1)]
+        early = how.hasty or position >= FEW
         grown = yield from _grown(beam, usual, usual + spare, early, position, norms, apart)
-        if hasty and apart.most(position) >= CLEAR and not _explained(grown, position, apart):
+        if not how.last and apart.most(position) >= CLEAR and not _explained(grown, position, apart):
             return None
         spare -= max(0, len(grown) - usual)
         least = grown[0].score - BEHIND
-        beam = [(one.score, one.task(len(grown))) for one in grown[:kept] if one.score >= least]
+        stay = [one.task(len(grown)) for one in grown[:kept] if not one.score < least]
+        beam = yield Together(stay)
     return max(beam, key=lambda one: one[0])[1]
 
 
@@ -200,18 +210,9 @@ def _beginnings(task: Task, apart: Apart, norms: Float[Tensor, " rows"]) -> Sear
     if isinstance(task.lm, LanguageModel) and (said := task.lm.model.beginning) is not None:
         scores = scores + said.to(scores)
     best = scores.topk(min(kept, task.budget or kept, len(scores)))
-    answer: Answer = yield ForwardCall(
-        task.model, Request(task.prefix, best.indices[:0], branches=best.indices)
-    )
-    return [
-        (
-            score,
-            _Grown(score, 0.0, task, answer, i, _guess(token, 0, float(distances[token]))).task(
-                len(best.indices)
-            ),
-        )
-        for i, (score, token) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True))
-    ]
+    each = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    likely = [_Grown(score, 0.0, task, _guess(token, 0, float(distances[token]))) for score, token in each]
+    return (yield Together([one.task(len(likely)) for one in likely]))
 
 
 def _grown(
@@ -231,21 +232,24 @@ def _grown(
     allowed = len(beam) * (beam[0][1].budget or most)
     usual, most = min(usual, allowed), min(most if telling else usual, allowed)
     _follow_together([trial for _, trial in beam])
-    likely = yield Together([_likely(trial, score, most, position) for score, trial in beam])
-    owners = torch.arange(len(beam)).repeat_interleave(torch.tensor([len(best.values) for best, _ in likely]))
-    values, tokens = (torch.cat([best[part] for best, _ in likely]) for part in (0, 1))
+    each = min(most, most // len(beam) + EACH)
+    likely = yield Together([_likely(trial, score, each, position) for score, trial in beam])
+    owners = torch.arange(len(beam)).repeat_interleave(torch.tensor([len(best) for best, _, _ in likely]))
+    values, tokens, said = (torch.cat(parts) for parts in zip(*likely, strict=True))
     order, grown = values.topk(min(most, len(values))).indices, list[_Grown]()
+    owners, tokens, said = owners[order.cpu()], tokens[order], said[order]
+    del likely, values, order
     size = FIRST if telling and early else usual
-    while len(grown) < (wanted := min(most, len(order))):
+    while len(grown) < (wanted := len(tokens)):
         if grown and _explained(grown, position, apart):
             wanted = min(usual, wanted)
             if len(grown) >= wanted or (early and _is_clear(grown, position, apart)):
                 break
-        batch = order[len(grown) : min(len(grown) + size, wanted)]
-        owner = owners[batch.cpu()]
+        part = slice(len(grown), min(len(grown) + size, wanted))
+        mine = [(owners[part] == i).to(tokens.device) for i in range(len(beam))]
         behind = [
-            _longer(trial, score, tokens[batch[(owner == i).to(batch.device)]], said, position, norms, apart)
-            for i, ((score, trial), (_, said)) in enumerate(zip(beam, likely, strict=True))
+            _longer(trial, score, tokens[part][own], said[part][own], position, norms, apart)
+            for (score, trial), own in zip(beam, mine, strict=True)
         ]
         grown += [one for longer in (yield Together(behind)) for one in longer]
         grown.sort(key=lambda one: one.score, reverse=True)
@@ -284,16 +288,17 @@ def _follow_together(trials: Sequence[Task]) -> None:
 
 
 def _likely(trial: Task, score: float, tried: int, position: int) -> Search:
-    """Return the likeliest next tokens of one hypothesis with the scores so far, and what the language model says."""
+    """Return the scores of the likeliest next tokens of one hypothesis, these, and what the language model says."""
     said = None if trial.lm is None else (yield from trial.lm.next_token(trial.tokens))
     assert trial.explained is not None
     each = trial.proposer.scores(trial.of_rows([position]), said, (trial.explained.weight, 1.0))
     best = (each + score).topk(min(tried, len(each)))
-    return best, said
+    logs = torch.zeros_like(best.values) if said is None else said.to(best.values)[best.indices]
+    return best.values, best.indices, logs
 
 
 def _longer(
-    trial: Task, score: float, batch: Int[Tensor, " n"], said: Float[Tensor, " v"] | None, position: int,
+    trial: Task, score: float, batch: Int[Tensor, " n"], said: Float[Tensor, " n"], position: int,
     norms: Float[Tensor, " rows"], apart: Apart,
 ) -> Search:  # fmt: skip
     """Run candidates behind one hypothesis, and return it with each of them, weighed by row and language model."""
@@ -303,14 +308,9 @@ def _longer(
     seen, observed = trial.matcher.view(answer.branches), trial.rows[position : position + 1]
     distances = trial.matcher.table(candidates=seen, observed=observed)[:, 0]
     told = apart.evidence(position, distances / norms[position])
-    totals = score + told
-    if said is not None:
-        totals = totals + said.to(totals)[batch]
+    totals = score + told + said.to(told)
     each = zip(totals.tolist(), told.tolist(), batch.tolist(), distances.tolist(), strict=True)
-    return [
-        _Grown(total, own, trial, answer, i, _guess(one, position, distance))
-        for i, (total, own, one, distance) in enumerate(each)
-    ]
+    return [_Grown(total, own, trial, _guess(one, position, distance)) for total, own, one, distance in each]
 
 
 def _guess(token: int, row: int, distance: float) -> TokenPrediction:
