@@ -444,14 +444,15 @@ def read_as(ids: Sequence[int], rows: Sequence[int] | None = None) -> AttackResu
 def test_of_two_texts_the_one_is_believed_that_explains_the_rows(
     tiny_model: Truncated, defenses: str
 ) -> None:
-    """The other one has a wrong token, and is a little likelier."""
+    """The other one has a wrong token, is a little likelier, and an attack is sure of it."""
     model = tiny_model("llama", 1)
     prompt = [5, 17, 40, 8, 77, 31, 9, 62, 24, 11, 50, 3]
     shown, _ = Channel.parse(defenses.split("|")).release(model, prompt, 3)
     wrong = [*prompt[:6], 90, *prompt[7:]]
     belief = Belief(model)
     belief._likelihood = lambda ids: -3.8 if list(ids) == wrong else -4.0  # type: ignore[method-assign]
-    right, other, part = belief.weigh([read_as(prompt), read_as(wrong), read_as(prompt[:4])], shown)
+    sure = replace(read_as(wrong), tokens=tuple(replace(one, verified=True) for one in read_as(wrong).tokens))
+    right, other, part = belief.weigh([read_as(prompt), sure, read_as(prompt[:4])], shown)
     assert right > other and right > part  # a part of the text explains fewer rows
 
 

@@ -399,7 +399,10 @@ def test_tokens_that_ran_and_were_read_do_not_count_as_wrong(tiny_model: Truncat
     assert not is_misled(reading, [wrong], 0, table)
     assert shown_accuracy_of([reading], [right]) == 1.0
     # And the attacker, who knows that tokens were replaced, is sure of none of the prompt's.
-    weighed = [Belief(model, it).weigh([right.results[0]], observation)[0] for it in (True, False)]
+    beliefs = [Belief(model, replaced) for replaced in (True, False)]
+    for belief in beliefs:
+        belief._evidence = lambda *_: None  # type: ignore[method-assign]
+    weighed = [belief.weigh([right.results[0]], observation)[0] for belief in beliefs]
     assert [sure for sure, _ in weighed] == [0, len(PROMPT)]
 
 

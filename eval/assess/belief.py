@@ -1,4 +1,4 @@
-"""Weigh answers of attacks, as the attacker does: by tokens that are sure, then by rows and language together."""
+"""Weigh answers of attacks, as the attacker does: by rows and language, or by tokens that are sure and language."""
 
 import math
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ class Release:
 
 
 class Belief:
-    """How far the attacker believes an answer: by tokens that are sure, then by the rows and the language together.
+    """How far the attacker believes an answer: by the rows and the language, or by tokens that are sure.
 
     Args:
         replaced: tokens were replaced before the model ran, which is public; verified ones say nothing of the prompt.
@@ -121,13 +121,16 @@ class Belief:
     def weigh(self, answers: Sequence[AttackResult], observation: Observation) -> list[tuple[int, float]]:
         """Return for each answer to one prompt how far it is believed; the larger the better.
 
-        Answers of which one cannot be weighed by the rows are weighed by the language model alone.
+        Answers are weighed by the rows and the language model. Where one cannot be weighed by the rows, verified tokens
+        come first, and then the language model. (An attack verifies a token behind those that it took before. Where
+        noise or rounding makes right and wrong overlap, these may be wrong, and the token all the same.)
         """
         explained = [self._evidence(answer, observation) for answer in answers]
+        unknown = None in explained
         return [
             (
-                0 if self._replaced else verified(answer),
-                self._likelihood(answer.ids) + (0.0 if None in explained else evidence or 0.0),
+                verified(answer) if unknown and not self._replaced else 0,
+                self._likelihood(answer.ids) + (0.0 if unknown else evidence or 0.0),
             )
             for answer, evidence in zip(answers, explained, strict=True)
         ]
