@@ -363,7 +363,9 @@ def _given(
     longest = most_tokens(model.module)
     for observation in observations:
         check_observation(observation, model, any_width=any_width)
-        last = (observation.info.positions or (len(observation.states) - 1,))[-1]
+        last = (observation.info.positions or (len(observation.states) - 1,))[
+            -1
+        ] + observation.info.prefix_tokens
         if longest is not None and last >= longest:
             raise InputError(
                 f"the observation has {count_of(last + 1, 'token')}, and {model.ref.name} takes {longest}"

@@ -422,8 +422,12 @@ def test_model_of_few_positions_is_attacked_within_these(tmp_path: Path) -> None
     )  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     small = load_model(str(tmp_path), 1, device="cpu")
-    observation, _ = Channel.parse([]).release(small, TOKENS)
-    assert [token.token for token in attack(observation, small).tokens] == TOKENS
+    for defense in ([], ["orthogonal"], ["hidden-perm"], ["random-prefix"]):
+        observation, _ = Channel.parse(defense).release(small, TOKENS)
+        found = [token.token for token in attack(observation, small).tokens]
+        assert found == TOKENS or (
+            defense and len(found) == len(TOKENS)
+        )  # untrained weights tell little of tokens
     with pytest.raises(InputError, match=r"the prompt has 17 tokens, and \S+ takes 16; cut the prompt"):
         Channel.parse([]).release(small, [1] * 17)
     with pytest.raises(InputError, match=r"has 16 tokens behind a prefix of 1, and \S+ takes 16"):

@@ -14,6 +14,7 @@ import torch
 from hiddenlab.channels import Channel, in_order
 from hiddenlab.matching.distance import Matcher
 from hiddenlab.models import Request, TruncatedModel
+from hiddenlab.models.tokens import longest_text
 from hiddenlab.proposals.corpus import Corpus
 from hiddenlab.types import ObservationInfo
 
@@ -66,8 +67,9 @@ def measure(model: TruncatedModel, info: ObservationInfo, matcher: Matcher, seed
         info: of whole prompts (``preparations.as_whole``).
     """
     corpus, generator = Corpus(model, seed + 2), torch.Generator().manual_seed(seed)
-    text = torch.cat([corpus.text_window(TOKENS) for _ in range(WINDOWS)])  # some may be shorter
-    windows = text.repeat(TOKENS)[: WINDOWS * TOKENS].view(WINDOWS, TOKENS).to(model.device)
+    length = min(TOKENS, longest_text(model.module))
+    text = torch.cat([corpus.text_window(length) for _ in range(WINDOWS)])  # some may be shorter
+    windows = text.repeat(length)[: WINDOWS * length].view(WINDOWS, length).to(model.device)
     others = torch.randint(model.vocab_size, (WINDOWS, len(BACK), WRONG), generator=generator)
     channel = Channel.parse(info.channel)
     answers = channel.release_batch(model, windows.tolist(), generator)

@@ -32,15 +32,15 @@ ADDING = 4096  # candidates that add a direction, before one that repeats a stat
 # Behind noise: hypotheses kept, and candidates of all of them together that are run, at each position and all later
 # ones. First rows say little, each by one number or two.
 WIDTHS = ((128, 0), (128, 8192), (64, 4096), (32, 2048), (16, 768))
-# Where a row tells a right candidate from wrong ones, few are run at first, and ever more until one that explains the
-# row is clearly ahead: so many nats in all, and half as many by the row alone (of mixed rows, the prompt's later tokens
-# explain it as well).
+# Where a row tells a right candidate from wrong ones, few run at first: then so many times as many in all, again and
+# again, until one that explains the row is clearly ahead of every other token. That is so many nats in all, and half as
+# many by the row alone: of mixed rows, the prompt's later tokens explain a row as well.
 FIRST, GROWTH, CLEAR = 64, 4, 10.0
-EXPLAINS = 0.5  # of what the nearest candidate can have by the row alone
-FEW = 4  # rows that say so little that a wrong token may explain the last of them by chance
-# The same with care, and candidates of a prompt beyond the usual ones where none of these explains a row.
+EXPLAINS = 0.5  # of what the nearest candidate can have by the row alone; one of ten right ones has less
+FEW = 4  # the position from where on a wrong token hardly explains its row by chance
+# ``WIDTHS`` of the last try, and candidates of a prompt beyond the usual ones where none of these explains a row.
 CAREFUL, SPARE = ((128, 0), (128, 32768), (64, 16384), (32, 8192), (16, 768)), 16384
-EACH = 8192  # candidates of one hypothesis, beside its share of all
+EACH = 32768  # candidates of one hypothesis, beside its share of all
 BEHIND = 30.0  # nats behind the best hypothesis, from where one is given up
 
 
@@ -141,8 +141,12 @@ class _Grown:
     before: Task
     prediction: TokenPrediction
 
-    def task(self, evaluated: int) -> Search:
-        """Return the score and the search behind it. ``evaluated``: candidates that were run for its token."""
+    def extended(self, evaluated: int) -> Search:
+        """Return the score and the search behind it.
+
+        Args:
+            evaluated: candidates that were run for its token, behind all hypotheses together.
+        """
         grown = self.before.fork()
         yield from _take(grown, replace(self.prediction, evaluated=evaluated))
         return self.score, grown
@@ -155,7 +159,7 @@ class _Try:
     Attributes:
         widths: as ``WIDTHS``. spare: candidates beyond the usual ones, where none of these explains a row.
         hasty: a clear lead ends the search for one of the first few tokens too.
-        last: it goes on where no candidate explains a row.
+        last: it goes on where no candidate explains two rows in succession.
     """
 
     widths: Sequence[tuple[int, int]] = WIDTHS
@@ -170,7 +174,8 @@ TRIES = (_Try(hasty=True), _Try(spare=SPARE), _Try(CAREFUL, SPARE, last=True))
 def _behind_noise(task: Task, apart: Apart) -> Search:
     """Keep the likeliest hypotheses, and take the best at the end.
 
-    Where a wrong token shows in later rows, a row that no candidate explains begins the search again, with more care.
+    Where a wrong token shows in later rows, the search begins again, with more care, after two rows in succession that
+    no candidate explains.
     """
     norms, frame = task.matcher.norms(task.rows), task.matcher.frame
     _follow_together([task])  # what all hypotheses have in common
@@ -185,17 +190,22 @@ def _behind_noise(task: Task, apart: Apart) -> Search:
 def _followed(
     beam: list[tuple[float, Task]], how: _Try, norms: Float[Tensor, " rows"], apart: Apart
 ) -> Search:
-    """Follow the likeliest hypotheses to the end, and return the best; None where no candidate explains a row."""
-    spare = how.spare
+    """Follow the likeliest hypotheses to the end, and return the best.
+
+    All but the last try return None where no candidate explains two rows in succession that could tell a right one.
+    """
+    spare, unexplained = how.spare, 0
     for position in range(1, len(norms)):
         kept, usual = how.widths[min(position, len(how.widths) - 1)]
         early = how.hasty or position >= FEW
         grown = yield from _grown(beam, usual, usual + spare, early, position, norms, apart)
-        if not how.last and apart.most(position) >= CLEAR and not _explained(grown, position, apart):
+        missed = apart.most(position) >= CLEAR and not _explained(grown, position, apart)
+        unexplained = unexplained + 1 if missed else 0
+        if unexplained > 1 and not how.last:
             return None
         spare -= max(0, len(grown) - usual)
         least = grown[0].score - BEHIND
-        stay = [one.task(len(grown)) for one in grown[:kept] if not one.score < least]
+        stay = [one.extended(len(grown)) for one in grown[:kept] if not one.score < least]
         beam = yield Together(stay)
     return max(beam, key=lambda one: one[0])[1]
 
@@ -212,7 +222,7 @@ def _beginnings(task: Task, apart: Apart, norms: Float[Tensor, " rows"]) -> Sear
     best = scores.topk(min(kept, task.budget or kept, len(scores)))
     each = zip(best.values.tolist(), best.indices.tolist(), strict=True)
     likely = [_Grown(score, 0.0, task, _guess(token, 0, float(distances[token]))) for score, token in each]
-    return (yield Together([one.task(len(likely)) for one in likely]))
+    return (yield Together([one.extended(len(likely)) for one in likely]))
 
 
 def _grown(
@@ -229,16 +239,18 @@ def _grown(
         The best first.
     """
     telling = apart.most(position) >= CLEAR
-    allowed = len(beam) * (beam[0][1].budget or most)
+    budget = beam[0][1].budget or most
+    allowed = len(beam) * budget
     usual, most = min(usual, allowed), min(most if telling else usual, allowed)
     _follow_together([trial for _, trial in beam])
-    each = min(most, most // len(beam) + EACH)
-    likely = yield Together([_likely(trial, score, each, position) for score, trial in beam])
-    owners = torch.arange(len(beam)).repeat_interleave(torch.tensor([len(best) for best, _, _ in likely]))
+    width = min(budget, most, most // len(beam) + EACH)
+    likely = yield Together([_likely(trial, score, width, position) for score, trial in beam])
     values, tokens, said = (torch.cat(parts) for parts in zip(*likely, strict=True))
+    counts = torch.tensor([len(best) for best, _, _ in likely], device=values.device)
+    owners = torch.arange(len(beam), device=values.device).repeat_interleave(counts)
     order, grown = values.topk(min(most, len(values))).indices, list[_Grown]()
-    owners, tokens, said = owners[order.cpu()], tokens[order], said[order]
-    del likely, values, order
+    owners, tokens, said = owners[order], tokens[order], said[order]
+    del likely, values, order  # large, and not needed while candidates run
     size = FIRST if telling and early else usual
     while len(grown) < (wanted := len(tokens)):
         if grown and _explained(grown, position, apart):
@@ -246,10 +258,11 @@ def _grown(
             if len(grown) >= wanted or (early and _is_clear(grown, position, apart)):
                 break
         part = slice(len(grown), min(len(grown) + size, wanted))
-        mine = [(owners[part] == i).to(tokens.device) for i in range(len(beam))]
+        by_owner = part.start + owners[part].argsort(stable=True)
+        shares = by_owner.split(owners[part].bincount(minlength=len(beam)).tolist())
         behind = [
-            _longer(trial, score, tokens[part][own], said[part][own], position, norms, apart)
-            for (score, trial), own in zip(beam, mine, strict=True)
+            _longer(trial, score, tokens[share], said[share], position, norms, apart)
+            for (score, trial), share in zip(beam, shares, strict=True)
         ]
         grown += [one for longer in (yield Together(behind)) for one in longer]
         grown.sort(key=lambda one: one.score, reverse=True)
@@ -258,7 +271,7 @@ def _grown(
 
 
 def _explained(grown: list[_Grown], position: int, apart: Apart) -> bool:
-    """Return whether a candidate explains its row as right ones do."""
+    """Return whether a candidate explains its row as nine of ten right ones do."""
     return any(one.told >= EXPLAINS * apart.most(position) for one in grown)
 
 
@@ -302,15 +315,19 @@ def _longer(
     norms: Float[Tensor, " rows"], apart: Apart,
 ) -> Search:  # fmt: skip
     """Run candidates behind one hypothesis, and return it with each of them, weighed by row and language model."""
-    if len(batch) == 0:
-        return []
-    answer: Answer = yield ForwardCall(trial.model, Request(trial.prefix, batch[:0], branches=batch))
-    seen, observed = trial.matcher.view(answer.branches), trial.rows[position : position + 1]
-    distances = trial.matcher.table(candidates=seen, observed=observed)[:, 0]
-    told = apart.evidence(position, distances / norms[position])
-    totals = score + told + said.to(told)
-    each = zip(totals.tolist(), told.tolist(), batch.tolist(), distances.tolist(), strict=True)
-    return [_Grown(total, own, trial, _guess(one, position, distance)) for total, own, one, distance in each]
+    longer, observed = list[_Grown](), trial.rows[position : position + 1]
+    passes = zip(
+        batch.split(trial.model.max_pass_tokens), said.split(trial.model.max_pass_tokens), strict=True
+    )
+    for part, logs in passes if len(batch) else ():
+        answer: Answer = yield ForwardCall(trial.model, Request(trial.prefix, part[:0], branches=part))
+        seen = trial.matcher.view(answer.branches)
+        distances = trial.matcher.table(candidates=seen, observed=observed)[:, 0]
+        told = apart.evidence(position, distances / norms[position])
+        totals = score + told + logs.to(told)
+        each = zip(totals.tolist(), told.tolist(), part.tolist(), distances.tolist(), strict=True)
+        longer += [_Grown(total, own, trial, _guess(one, position, far)) for total, own, one, far in each]
+    return longer
 
 
 def _guess(token: int, row: int, distance: float) -> TokenPrediction:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hiddenlab.errors import InputError
 from hiddenlab.models import Prefix, Request, TruncatedModel, load_model
+from hiddenlab.models.tokens import most_tokens
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 
@@ -46,7 +47,7 @@ def bench(
             f"not {layer}, {limit}, {repeats} and {max_tokens}"
         )
     truncated = load_model(model, layer, device="cpu")
-    longest = getattr(truncated.module.config, "max_position_embeddings", None)
+    longest = most_tokens(truncated.module)
     if longest is not None and max_tokens > longest:
         raise InputError(f"{model} reads at most {longest} tokens, not {max_tokens}")
     random = generator(seed, "bench", "kv-cache")

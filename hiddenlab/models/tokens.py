@@ -4,6 +4,7 @@ A prompt is a text, messages in the model's chat template, or the ids that it br
 text are shown as ``<id 299>``.
 """
 
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -14,11 +15,18 @@ from hiddenlab.errors import InputError
 from hiddenlab.models.reading import reading_model
 from hiddenlab.prompts import Prompt
 
+ROOM = 2  # tokens that a model takes beside a text of the attacker's own
+
 
 def most_tokens(module: nn.Module) -> int | None:
     """Return how many tokens a model takes, None where its configuration does not say."""
     most = getattr(module.config, "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
+
+
+def longest_text(module: nn.Module) -> int:
+    """Return how long an attacker's own text may be: an embedding may stand before it, and a token behind it."""
+    return max(1, (most_tokens(module) or sys.maxsize) - ROOM)
 
 
 def token_ids(

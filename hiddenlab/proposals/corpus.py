@@ -8,7 +8,6 @@ on purpose.
 
 import ast
 import random
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from hiddenlab.models import TruncatedModel
-from hiddenlab.models.tokens import most_tokens
+from hiddenlab.models.tokens import longest_text
 
 MIN_CHARS, MAX_SOURCE_CHARS = 200, 4000
 FEWEST_TOKENS = 9  # shorter texts are left out
@@ -78,7 +77,7 @@ class Corpus:
         self, model: TruncatedModel, seed: int = 0, texts: Callable[[], list[str]] | None = None
     ) -> None:
         self.vocab_size, self._model = model.vocab_size, model
-        self._most = most_tokens(model.module) or sys.maxsize
+        self._most = longest_text(model.module)
         self._random = random.Random(seed)
         self._torch = torch.Generator().manual_seed(seed)
         self._texts: list[str] = []
@@ -108,7 +107,7 @@ class Corpus:
     def text_window(self, n: int) -> Int[Tensor, " n"]:
         """Return up to n tokens of running text, from a random place, as the tokenizer would start a prompt.
 
-        No window is longer than the model takes.
+        No window is longer than the model takes behind one embedding and before one token (``longest_text``).
         """
         n = min(n, self._most)
         ids = self._document()

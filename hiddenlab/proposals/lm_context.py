@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hiddenlab.models import Prefix, Request, TruncatedModel
 from hiddenlab.models.choice import CODE, facts_of, fingerprint, remembered
+from hiddenlab.models.tokens import longest_text
 from hiddenlab.utils.schema import CLOSED
 
 WINDOWS, LENGTH, CHARACTERS = 24, 16, 400  # of the attacker's own text, on which openers are compared
@@ -35,16 +36,17 @@ def beginnings(model: TruncatedModel, seed: int) -> list[Int[Tensor, " n"]]:
 
     ``Corpus`` is not used, since it holds the whole standard library in memory.
     """
+    length = min(LENGTH, longest_text(model.module))
     if model.tokenizer is None:
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(model.vocab_size, (WINDOWS, LENGTH), generator=generator)
+        drawn = torch.randint(model.vocab_size, (WINDOWS, length), generator=generator)
         return list(drawn.to(model.device))
     from pydoc_data.topics import topics
 
     texts = [str(topics[name]) for name in sorted(topics)][:: max(1, len(topics) // WINDOWS)][:WINDOWS]
     # As prompts begin: with the tokenizer's own special token, if it puts one first.
     tokenized = (model.tokenizer(text[:CHARACTERS])["input_ids"] for text in texts)
-    ids = [model.embedded(tokens)[:LENGTH] for tokens in tokenized]
+    ids = [model.embedded(tokens)[:length] for tokens in tokenized]
     return [torch.tensor(tokens, device=model.device) for tokens in ids if len(tokens) > 1]
 
 

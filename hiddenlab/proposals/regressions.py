@@ -11,7 +11,7 @@ from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.self_check import uncounted
-from hiddenlab.models.tokens import most_tokens
+from hiddenlab.models.tokens import longest_text, most_tokens
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.proposals.expected_states import ExpectedStates
 from hiddenlab.proposals.probe import Probe, ProbeSettings, whitening
@@ -135,7 +135,7 @@ def _text_windows(model: TruncatedModel) -> list[torch.Tensor]:
 
 
 def _text_length(model: TruncatedModel) -> int:
-    return min(TEXT_LENGTH, most_tokens(model.module) or TEXT_LENGTH)
+    return min(TEXT_LENGTH, longest_text(model.module))
 
 
 def _keep_text_rows(
