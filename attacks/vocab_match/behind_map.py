@@ -40,7 +40,6 @@ EXPLAINS = 0.5  # of what the nearest candidate can have by the row alone; one o
 FEW = 4  # the position from where on a wrong token hardly explains its row by chance
 # ``WIDTHS`` of the last try, and candidates of a prompt beyond the usual ones where none of these explains a row.
 CAREFUL, SPARE = ((128, 0), (128, 32768), (64, 16384), (32, 8192), (16, 768)), 16384
-EACH = 32768  # candidates of one hypothesis, beside its share of all
 BEHIND = 30.0  # nats behind the best hypothesis, from where one is given up
 
 
@@ -243,7 +242,7 @@ def _grown(
     allowed = len(beam) * budget
     usual, most = min(usual, allowed), min(most if telling else usual, allowed)
     _follow_together([trial for _, trial in beam])
-    width = min(budget, most, most // len(beam) + EACH)
+    width = min(budget, most)
     likely = yield Together([_likely(trial, score, width, position) for score, trial in beam])
     values, tokens, said = (torch.cat(parts) for parts in zip(*likely, strict=True))
     counts = torch.tensor([len(best) for best, _, _ in likely], device=values.device)
