@@ -20,8 +20,10 @@ from typing_extensions import TypedDict
 from hiddenlab import registry
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import HiddenlabError, InputError, WorkersLostError
+from hiddenlab.eval.files import contents_of
 from hiddenlab.eval.parallel import Crew
 from hiddenlab.records import RECORD, commit_name, finite, read_run
+from hiddenlab.registry import stages_of
 from hiddenlab.report.tables import Figure, Scale
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.digests import digest_of
@@ -137,7 +139,9 @@ class Cell:
 
     @property
     def digest(self) -> str:
-        return digest_of([FORMAT, self.measure, self.spec])
+        """A name for the measurement, with what is in the files that it names: another content is another cell."""
+        files = contents_of(self.spec)
+        return digest_of([FORMAT, self.measure, self.spec, *([files] if files else [])])
 
     def folder(self, home: Path) -> Path:
         """Return the folder in which the cell's result is kept."""
@@ -178,8 +182,8 @@ def attack_cell(
     paper: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Cell:
-    """Make an attack's cell; the channel's stages are joined by ``|``, and options are those of ``AttackConfig``."""
-    defense = tuple(stage for stage in channel.split("|") if stage != "identity")
+    """Make an attack's cell; the channel's stages are joined by ``+``, and options are those of ``AttackConfig``."""
+    defense = tuple(stage for stage in stages_of(channel) if stage != "identity")
     site = {"layer": layer, "stream": "resid" if layer else "embed"}
     spec = AttackConfig(**{**setting.where(), **setting.source(), **site, "defense": defense, **options})
     return Cell("attack", spec.to_json(), keys, paper or {})

@@ -86,6 +86,11 @@ class Attacker:
             raise InputError(
                 "who knows nothing of a defense cannot say what the mean of its releases is; give --knows facts"
             )
+        if self.key != "request" and self.releases == 1 and not self.known + self.chosen:
+            raise InputError(
+                f"--key {self.key} alone changes nothing, since no attack reads the rows of several prompts together; "
+                "say what else passes under the key: --known N, --chosen N or --releases N"
+            )
 
     @property
     def words(self) -> str:

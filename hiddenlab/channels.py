@@ -21,6 +21,7 @@ from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.quantized import quiet_bitsandbytes
 from hiddenlab.models.request import packs
 from hiddenlab.models.tokens import most_tokens
+from hiddenlab.registry import stages_of
 from hiddenlab.secret_maps import mixes_rows
 from hiddenlab.stages import (
     LOAD_OPTIONS,
@@ -100,6 +101,8 @@ class Channel:
     def parse(cls, specs: Sequence[str | Defense], files: bool = False) -> "Channel":
         """Build a channel from specs such as ``["gaussian:sigma=0.01", "seq-perm"]`` or defenses; empty is identity.
 
+        A spec may hold several stages, joined by ``+``.
+
         An attacker builds the defenses again from their specs. So the class of a defense of one's own gets the name in
         its ``spec``, in this process.
 
@@ -111,12 +114,13 @@ class Channel:
             InputError: unknown, missing or malformed parameter; a defense's spec names another class.
             HiddenlabError: a plugin's class lacks a part of ``Defense``.
         """
+        stages = [stage for spec in specs for stage in (stages_of(spec) if isinstance(spec, str) else [spec])]
         if files:
-            for spec in specs:
-                if isinstance(spec, str):
-                    load_named("defenses", spec)
+            for stage in stages:
+                if isinstance(stage, str):
+                    load_named("defenses", stage)
         return cls(
-            [build_defense(spec) if isinstance(spec, str) else with_known_name(spec) for spec in specs]
+            [build_defense(stage) if isinstance(stage, str) else with_known_name(stage) for stage in stages]
         )
 
     def whole(self) -> "Channel":

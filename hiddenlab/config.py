@@ -8,6 +8,7 @@ from typer import Option
 
 from hiddenlab import options as o
 from hiddenlab.errors import InputError
+from hiddenlab.registry import stages_of
 from hiddenlab.utils.schema import CLOSED, LARGEST, Positive, check
 
 # Options of single attacks; one that an attack's constructor does not take is refused.
@@ -192,7 +193,8 @@ class AttackConfig:
             raise InputError("--ids and --truth both name the prompts' tokens; give one")
         if not self.states and (unread := [name for name in IMPORT_OPTIONS if self._is_given(name)]):
             raise InputError(f"--{unread[0].replace('_', '-')} goes with --states FILE")
-        return AttackConfig.from_json(self.to_json(), "the configuration")
+        stages = [stage for spec in self.defense for stage in stages_of(spec)]
+        return AttackConfig.from_json({**self.to_json(), "defense": stages}, "the configuration")
 
     def _is_given(self, name: str) -> bool:
         """Return whether a field has another value than its default."""

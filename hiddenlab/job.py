@@ -32,12 +32,16 @@ from hiddenlab.utils.random import generator
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt to attack: its truth where that is known, its observation where that comes from a file."""
+    """One prompt to attack: its truth where that is known, its observation where that comes from a file.
+
+    ``prompt`` is what the truth was made of; None where that comes from a file.
+    """
 
     index: int
     id: str
     truth: GroundTruth | None
     observation: Observation | None = None
+    prompt: Prompt | None = None
 
 
 @dataclass
@@ -349,7 +353,7 @@ def cases_of(prompts: Sequence[Prompt], model: TruncatedModel, max_tokens: int |
                 f"prompt {prompt.id} has {count_of(len(tokens), 'token')}, and {model.ref.name} takes "
                 f"{longest}; use --max-tokens"
             )
-        cases.append(Case(index, prompt.id, GroundTruth(tuple(tokens))))
+        cases.append(Case(index, prompt.id, GroundTruth(tuple(tokens)), prompt=prompt))
     return cases
 
 

@@ -44,6 +44,7 @@ SINGULAR = {
     "cascade": "cascade command",
     "verify": "verify command",
 }
+_JOINED = re.compile(r"(?<!\d[eE])\+")
 _FILE = re.compile(r"\s*[^:=,]*\.py(?:::\w+)?(?=\s*(?::|$))")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -161,6 +162,11 @@ def check_name(kind: str, spec: str) -> None:
 def is_file(name: str) -> bool:
     """Return whether a name is that of a Python file, as ``rounding.py`` or ``rounding.py::Round``."""
     return _FILE.fullmatch(name) is not None
+
+
+def stages_of(defense: str) -> list[str]:
+    """Split a defense into the specs of its stages, joined by ``+``; the one of ``1e+3`` joins nothing."""
+    return [stage.strip() for stage in _JOINED.split(defense)]
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:

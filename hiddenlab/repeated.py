@@ -37,7 +37,7 @@ def together(shown: Sequence[Observation], model: TruncatedModel, shared_key: bo
     Returns:
         An observation whose fact ``releases`` says what it is: ``mean``; ``same`` where all are equal, so that more of
         them say no more; ``first`` where no mean is known, since something that is no noise was drawn anew, or noise
-        hides which rows belong together.
+        hides which rows belong together. That of a mean holds the first release as well.
     """
     first, count = shown[0], len(shown)
     if all(torch.equal(one.states, first.states) for one in shown):
@@ -65,7 +65,7 @@ def together(shown: Sequence[Observation], model: TruncatedModel, shared_key: bo
     info = Channel(mean).published(plain)
     seen = {name: first.info.facts[name] for name in (*SELECTION_FACTS, SUPPOSED) if name in first.info.facts}
     info = replace(info, positions=first.info.positions, facts={**info.facts, **seen})
-    return _said(Observation(torch.stack(rows).mean(0).float(), info, first.known), count, "mean")
+    return _said(Observation(torch.stack(rows).mean(0).float(), info, first.known, first), count, "mean")
 
 
 def reads(info: ObservationInfo) -> Reads | None:
@@ -76,7 +76,7 @@ def reads(info: ObservationInfo) -> Reads | None:
 
 def _said(observation: Observation, count: int, read: Reads) -> Observation:
     facts = {**observation.info.facts, FACT: {"seen": count, "read": read}}
-    return Observation(observation.states, replace(observation.info, facts=facts), observation.known)
+    return replace(observation, info=replace(observation.info, facts=facts))
 
 
 def _repeats(

@@ -247,6 +247,11 @@ def with_known_name(built: Any) -> Defense:
     return defense
 
 
+def is_own(defense: Defense) -> bool:
+    """Return whether a stage is a user's own or a plugin's: nobody says when its code changes."""
+    return not type(defense).__module__.startswith("hiddenlab.")
+
+
 def overrides(defense: Defense, method: str) -> bool:
     return getattr(type(defense), method, None) is not getattr(Stage, method)
 

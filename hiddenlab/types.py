@@ -132,11 +132,13 @@ class Observation:
             some rows are no token's (``hiddenlab.row_facts``).
         info: the public facts.
         known: further texts that passed the defense under the same key, and that the attacker has.
+        first: the first of several releases, where the states are what they say together.
     """
 
     states: Float[Tensor, "rows d"]
     info: ObservationInfo
     known: "tuple[KnownText, ...]" = ()
+    first: "Observation | None" = None
 
     def __post_init__(self) -> None:
         rows, positions = self.states.shape[0], self.info.positions

@@ -49,12 +49,13 @@ from hiddenlab.eval.cells import Setting, conduct
 from hiddenlab.eval.measures.intervals import Estimate
 from hiddenlab.eval.tables import leaderboard as tables
 from hiddenlab.eval.tables.leaderboard import leaderboard
+from hiddenlab.job import Case
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.report.data import Study
 from hiddenlab.report.leaderboard import gathered, short_table
 from hiddenlab.stages import Stage
 from hiddenlab.testing import byte_tokenizer
-from hiddenlab.types import AttackResult, Observation, TokenPrediction, silent
+from hiddenlab.types import AttackResult, GroundTruth, Observation, TokenPrediction, silent
 
 Truncated = Callable[..., TruncatedModel]
 CONTROL_LENGTH = 16
@@ -187,7 +188,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, attack in made.items():
         registry.register("attacks", name, attack)
     registry.register("defenses", "zeros", Zeros)
-    monkeypatch.setattr(command, "guesses", lambda model, lengths, *_: [(0,) * n for n in lengths])
+    monkeypatch.setattr(
+        command, "guesses", lambda model, cases, *_: [(0,) * len(one.truth.tokens) for one in cases]
+    )
 
 
 def released(model: TruncatedModel, *prompts: Sequence[int]) -> list[Observation]:
@@ -270,7 +273,8 @@ def test_the_control_says_what_stands_at_a_place_most_often(
 ) -> None:
     texts = torch.tensor([[1, 2, 3], [1, 5, 3], [4, 5, 6]]).repeat(1, 6)[:, :CONTROL_LENGTH]
     monkeypatch.setattr("hiddenlab.eval.assess.control.own_text", lambda model, count, length, *_: texts)
-    assert guesses(tiny_model("llama", 2), [3, 5]) == [(1, 5, 3), (1, 5, 3, 1, 5)]
+    cases = [Case(n, "p", GroundTruth((9,) * length)) for n, length in enumerate((3, 5))]
+    assert guesses(tiny_model("llama", 2), cases) == [(1, 5, 3), (1, 5, 3, 1, 5)]
 
 
 # ---- the ensemble
@@ -351,16 +355,16 @@ def test_one_without_an_end_that_read_nothing_waits_for_the_others(tiny_model: T
     [
         ("seq-perm", True),
         ("2d-perm", True),
-        ("decoys:count=2|hidden-perm:shared|seq-perm", True),
+        ("decoys:count=2+hidden-perm:shared+seq-perm", True),
         ("orthogonal:fresh=row", True),
         ("row-mixing:kind=orthogonal,shield=2", True),
         ("", False),  # nothing is known of the rows
-        ("seq-perm|round:float16", False),
-        ("output-noise:sigma=0.001|orthogonal", False),
+        ("seq-perm+round:float16", False),
+        ("output-noise:sigma=0.001+orthogonal", False),
         ("sparsify:keep=0.9", False),
-        ("gaussian:sigma=0.001|seq-perm", False),
-        ("random-prefix|seq-perm", False),
-        ("dtype:bfloat16|seq-perm", False),
+        ("gaussian:sigma=0.001+seq-perm", False),
+        ("random-prefix+seq-perm", False),
+        ("dtype:bfloat16+seq-perm", False),
         ("vocab-bijection", False),
         ("drop-rows:size=2,after=10", False),
         ("zeros", False),  # somebody else's, of which nothing is known
@@ -455,8 +459,7 @@ def test_identity_is_broken_and_zeros_are_not(
     tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny("llama", tokenizer=True)
-    monkeypatch.setattr(command, "_planted_cases", lambda job, texts: [])
-    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
     monkeypatch.setattr(command, "ATTACKS", steps("unsure"))
     open_, shut = ask(path, prompts), ask(path, prompts, "zeros")
     assert open_["status"] == BROKEN and open_["exit_code"] == 1 and open_["exact"]["value"] == 1
@@ -475,7 +478,7 @@ def test_a_defense_behind_which_attacks_take_longer_does_not_hold(
     monkeypatch.setattr(command, "ATTACKS", made)
     found = ask(tiny("llama", tokenizer=True), prompts, "zeros")
     assert found["status"] == INCONCLUSIVE and "slowed ran out of time" in found["sentence"]
-    assert found["undefended"][0]["leak"]["low"] > 0.5
+    assert found["undefended"] == [], "nothing that they read there would change the verdict"
     monkeypatch.setattr(command, "ATTACKS", [replace(made[0], endless=True), made[1]])
     assert "out of time" not in ask(tiny("llama", tokenizer=True), prompts, "zeros")["sentence"]
 
@@ -484,7 +487,7 @@ def test_an_attack_that_is_sure_and_wrong_does_not_make_a_defense_hold(
     tiny: Callable[..., str], prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "ATTACKS", steps("misled", "unsure"))
-    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
     found = ask(tiny("llama", tokenizer=True), prompts)
     assert found["attacks"][1]["status"] == DONE_BEFORE
     assert found["status"] == INCONCLUSIVE and "sure of wrong tokens" in found["sentence"]
@@ -497,8 +500,10 @@ def test_an_exact_prompt_that_was_guessed_is_no_leak(
     file.write_text("\n".join(["a"] * 3))
     token = byte_tokenizer()("a")["input_ids"][0]
     monkeypatch.setattr(command, "ATTACKS", steps("unsure"))
-    monkeypatch.setattr(command, "planted", lambda seed: [])
-    monkeypatch.setattr(command, "guesses", lambda model, lengths, *_: [(token,) * n for n in lengths])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
+    monkeypatch.setattr(
+        command, "guesses", lambda model, cases, *_: [(token,) * len(one.truth.tokens) for one in cases]
+    )
     found = ask(path, str(file))
     assert found["exact"]["value"] == 1 and found["control"] == 1 and found["status"] == INCONCLUSIVE
 

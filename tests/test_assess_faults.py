@@ -119,7 +119,7 @@ def test_what_is_drawn_once_for_all_requests_is_found(
         model=tiny("llama", tokenizer=True), prompts=str(path), layer=2, defense=(defense,), max_tokens=10
     )
     monkeypatch.setattr(command, "ATTACKS", steps(other, "replay"))
-    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
     made = assess(config, 5.0, keep=False).findings
     assert made["status"] == BROKEN and made["exact"]["value"] == 1 and "by replay" in made["sentence"]
     assert (made["attacks"][0]["token_accuracy"] or 0) < 0.1

@@ -153,7 +153,7 @@ def test_a_verdict_says_whom_it_is_about(
 
     register("defenses", "turned", Turned)
     monkeypatch.setattr(command, "ATTACKS", (Step("replay"), Step("nearest")))
-    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
     monkeypatch.setattr("hiddenlab.eval.assess.ensemble.SUPPOSED", (Step("nearest", supposes=("seq-perm",)),))
     (tmp_path / "prompts.txt").write_text("abcdefgh\nsome words\n")
     config = AttackConfig(

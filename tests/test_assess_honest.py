@@ -434,10 +434,10 @@ def read_as(ids: Sequence[int], rows: Sequence[int] | None = None) -> AttackResu
     [
         "output-noise:sigma=0.3",
         "gaussian:sigma=0.05",
-        "output-noise:sigma=0.1|hidden-perm",
-        "output-noise:sigma=0.1|seq-perm",
-        "output-noise:sigma=0.1|2d-perm",
-        "decoys:count=3|output-noise:sigma=0.1|seq-perm",
+        "output-noise:sigma=0.1+hidden-perm",
+        "output-noise:sigma=0.1+seq-perm",
+        "output-noise:sigma=0.1+2d-perm",
+        "decoys:count=3+output-noise:sigma=0.1+seq-perm",
         "round:int8",
     ],
 )

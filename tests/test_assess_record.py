@@ -148,7 +148,7 @@ def test_the_same_command_goes_on_after_an_interruption(
     tiny: Callable[..., str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "ATTACKS", steps("unsure", "stopping"))
-    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
     config = asked(tiny, words, "identity")
     with pytest.raises(Interrupted) as stopped:
         assess(config, 1.0, runs_dir=tmp_path)
@@ -175,7 +175,7 @@ def test_what_the_defense_released_and_the_minutes_decide_what_is_the_same(
     tiny: Callable[..., str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "ATTACKS", steps("stopping"))
-    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
     mine = tmp_path / "mine.py"
     code = (
         "import hiddenlab as hl\n\nclass Mine(hl.Stage):\n    spec = 'mine'\n\n"
@@ -198,7 +198,7 @@ def test_rerun_goes_on_too(
     tiny: Callable[..., str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "ATTACKS", steps("stopping"))
-    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
     given = [
         "--model",
         tiny("llama", tokenizer=True),

@@ -95,7 +95,7 @@ def test_chosen_texts_behind_replaced_tokens_hold_each_token_once(tiny: Callable
 @pytest.fixture
 def known_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "ATTACKS", (Step("known-texts"),))
-    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_a_held_defense_says_against_whom() -> None:
     assert sentence_of(evidence, 10, None, Attacker().words).startswith(
         "HELD against these attacks within 10"
     )
-    assert Attacker(key="forever").words == "" and "keys of their own" in Attacker(known=1, chosen=2).words
+    assert "keys of their own" in Attacker(known=1, chosen=2).words
 
 
 def test_known_texts_is_tried_before_what_takes_long() -> None:

@@ -114,7 +114,7 @@ def test_noise_of_the_client_is_gaussian_stays_with_a_request_and_is_told_to_att
     tiny: TinyPath, tmp_path: Path
 ) -> None:
     path, n = tiny("gemma2", tokenizer=True), 60
-    spec, made = "client:first=1,last=1|noise:sigma=0.2", Plan.clustered(n, 2, alpha=2)
+    spec, made = "client:first=1,last=1+noise:sigma=0.2", Plan.clustered(n, 2, alpha=2)
     cascade = Backend(model=path, harden=spec).start(2, 1, False)
     assert isinstance(cascade, BetweenClientLayers)
     model = load_cascade_model(path, attention="eager")
@@ -162,7 +162,7 @@ def test_nodes_see_no_token_and_no_layer_of_the_client(tiny: TinyPath, tmp_path:
         o for o in load_observations(f"{folder}-both/AttnNode-0-1.safetensors") if o.info.site == Site(2, "v")
     ]
     assert len(rows[0].states) == len("what nodes see of this")
-    noisy = "client:first=1,last=1|noise:sigma=0.1"
+    noisy = "client:first=1,last=1+noise:sigma=0.1"
     away = run(
         "what nodes see of this", Backend(model=path, harden=noisy), alpha=3, c=2, record=f"{folder}-3"
     )
@@ -172,7 +172,7 @@ def test_nodes_see_no_token_and_no_layer_of_the_client(tiny: TinyPath, tmp_path:
 def test_the_plan_counts_the_nodes_layers_and_claims_nothing_unmeasured(tiny: TinyPath) -> None:
     path = tiny("llama")
     without, hardened = (
-        plan(24, alpha=3, c=2, model=path, harden=spec) for spec in (None, f"{ENDS}|noise:sigma=0.1")
+        plan(24, alpha=3, c=2, model=path, harden=spec) for spec in (None, f"{ENDS}+noise:sigma=0.1")
     )
     assert hardened["cost"]["bytes_paper"] * 4 == without["cost"]["bytes_paper"] * 2
     assert hardened["cost"]["client_layers"] == 2 and without["cost"]["client_layers"] == 0
@@ -189,12 +189,12 @@ def test_the_plan_counts_the_nodes_layers_and_claims_nothing_unmeasured(tiny: Ti
         ("client:first=0", "at least 1 first"),
         ("client:first=2,last=0", "at least 1 first and 1 last"),
         ("clent:first=1", "did you mean client"),
-        ("client:first=2|client:first=3", "names client twice"),
+        ("client:first=2+client:first=3", "names client twice"),
         ("client:first=one", "cannot use first='one'"),
         ("client:first=1|", "has an empty part"),
         ("noise:sigma=0.1", "needs layers of the client"),
-        ("client:first=1|noise:sigma=0", "above 0"),
-        ("shares|client:first=1", "stands alone"),
+        ("client:first=1+noise:sigma=0", "above 0"),
+        ("shares+client:first=1", "stands alone"),
     ],
 )
 def test_a_wrong_hardening_names_the_way_out(spec: str, says: str) -> None:
@@ -234,7 +234,7 @@ def test_secret_maps_change_no_output(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["secret-maps", f"{ENDS}|secret-maps"])
+@pytest.mark.parametrize("spec", ["secret-maps", f"{ENDS}+secret-maps"])
 def test_requests_at_once_have_maps_of_their_own(tiny: TinyPath, spec: str) -> None:
     path = tiny("qwen3")
     prompts = [prompt(n, seed=n) for n in (3, 8, 12, 12)]
@@ -288,7 +288,7 @@ def test_the_plan_says_what_was_measured_behind_secret_maps(tiny: TinyPath) -> N
     path = tiny("llama")
     bare, mapped, both = (
         plan(24, alpha=3, c=2, model=path, harden=spec)
-        for spec in (None, "secret-maps", f"{ENDS}|secret-maps")
+        for spec in (None, "secret-maps", f"{ENDS}+secret-maps")
     )
     comps = slice(0, 3)
     assert bare["verdicts"][comps] == mapped["verdicts"][comps]  # they know the maps

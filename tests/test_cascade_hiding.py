@@ -91,14 +91,14 @@ def test_where_nothing_hides_enough_that_is_said(monkeypatch: pytest.MonkeyPatch
     ("spec", "alpha", "c", "tokens", "status", "evidence"),
     [
         ("client:first=4,last=4", 8, 8, 96, NOT_PRIVATE, "sums behind layers"),
-        ("client:first=7,last=1|secret-maps", 8, 1, 30, NOT_PRIVATE, "sums behind layers"),
-        ("client:first=4,last=4|masked-sums", 4, 8, 96, NOT_PRIVATE, "outputs behind layers"),
-        ("client:first=4,last=4|masked-sums", 8, 8, 96, NOT_MEASURED, None),
+        ("client:first=7,last=1+secret-maps", 8, 1, 30, NOT_PRIVATE, "sums behind layers"),
+        ("client:first=4,last=4+masked-sums", 4, 8, 96, NOT_PRIVATE, "outputs behind layers"),
+        ("client:first=4,last=4+masked-sums", 8, 8, 96, NOT_MEASURED, None),
         # The sums of 17 rows span 34 + 17 of 64 directions, of more rows too many.
-        ("client:first=1,last=1|masked-sums", 2, 17, 68, NOT_PRIVATE, "outputs behind layers"),
-        ("client:first=4,last=4|noise:sigma=0.03", 4, 8, 96, NOT_PRIVATE, "sums behind noise"),
-        ("client:first=4,last=4|noise:sigma=0.05", 4, 8, 96, NOT_MEASURED, None),
-        ("client:first=4,last=4|noise:sigma=0.03|masked-sums", 4, 8, 96, NOT_MEASURED, None),
+        ("client:first=1,last=1+masked-sums", 2, 17, 68, NOT_PRIVATE, "outputs behind layers"),
+        ("client:first=4,last=4+noise:sigma=0.03", 4, 8, 96, NOT_PRIVATE, "sums behind noise"),
+        ("client:first=4,last=4+noise:sigma=0.05", 4, 8, 96, NOT_MEASURED, None),
+        ("client:first=4,last=4+noise:sigma=0.03+masked-sums", 4, 8, 96, NOT_MEASURED, None),
     ],
 )
 def test_a_plan_behind_layers_of_the_client_says_what_was_measured(

@@ -47,7 +47,7 @@ from hiddenlab.testing import DECODERS, VOCABULARY, byte_tokenizer
 
 TinyPath = Callable[..., str]
 SUMS = "masked-sums"
-EVERYTHING = "client:first=1,last=1|secret-maps|masked-sums"
+EVERYTHING = "client:first=1,last=1+secret-maps+masked-sums"
 
 
 def start(path: str, kind: str = "local", alpha: int = 2, spec: str = SUMS, **options: object) -> Cascade:

@@ -356,7 +356,7 @@ def test_options_of_plans_are_refused(tiny: TinyPath, options: dict[str, Any], s
         plan(3, model=tiny("llama"), harden="shares", **options)
 
 
-@pytest.mark.parametrize("spec", ["shares|secret-maps", "client:first=1,last=1|shares"])
+@pytest.mark.parametrize("spec", ["shares+secret-maps", "client:first=1,last=1+shares"])
 def test_shares_stand_alone(spec: str) -> None:
     with pytest.raises(InputError, match="stands alone"):
         Hardening.parse(spec)

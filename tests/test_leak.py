@@ -50,11 +50,11 @@ def attacked(observation: Observation, model: TruncatedModel, **options: object)
     ("channel", "stream"),
     [
         ("toploc:k=64", "final_norm"),
-        (f"{HALF}|toploc:k=64", "final_norm"),
+        (f"{HALF}+toploc:k=64", "final_norm"),
         ("project:count=4", "final_norm"),
-        (f"{HALF}|project:count=16,kind=orthogonal", "final_norm"),
+        (f"{HALF}+project:count=16,kind=orthogonal", "final_norm"),
         ("logprobs:k=5", "logits"),
-        (f"{HALF}|logprobs:k=5", "logits"),
+        (f"{HALF}+logprobs:k=5", "logits"),
     ],
 )
 def test_a_fingerprint_gives_the_prompt_away(tiny_model: Slices, channel: str, stream: str) -> None:
@@ -72,7 +72,7 @@ def test_a_fingerprint_gives_the_prompt_away(tiny_model: Slices, channel: str, s
 def test_other_architectures_and_tied_heads(tiny_model: Slices, architecture: str) -> None:
     model = tiny_model(architecture, None, "final_norm")
     tokens = prompt(1, 6)
-    assert attacked(release(model, f"{HALF}|toploc:k=64", tokens), model).ids == tokens
+    assert attacked(release(model, f"{HALF}+toploc:k=64", tokens), model).ids == tokens
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
@@ -85,7 +85,7 @@ def test_the_prior_is_the_models_own(tiny_model: Slices, architecture: str) -> N
 def test_evidence_of_the_answer_is_that_of_a_plain_prefill(tiny_model: Slices) -> None:
     model = tiny_model("llama", None, "final_norm")
     tokens = prompt(2)
-    observation = release(model, f"{HALF}|toploc:k=64", tokens)
+    observation = release(model, f"{HALF}+toploc:k=64", tokens)
     recovery = attacked(observation, model)
     evidence, states = evidence_of(observation, model), model.encode(torch.tensor(tokens))
     for row, found in enumerate(recovery.tokens):
@@ -107,7 +107,7 @@ def test_every_position_run_is_counted(tiny_model: Slices) -> None:
 def test_passes_stay_small(tiny_model: Slices, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing stands out, the whole budget is tried again behind other paths: in parts, with the same answer."""
     model = tiny_model("llama", None, "final_norm")
-    observation = release(model, f"{HALF}|project:count=2", prompt())
+    observation = release(model, f"{HALF}+project:count=2", prompt())
     monkeypatch.setattr("hiddenlab.attacks.fingerprint_inversion.SETTLED", math.inf)
     whole = attacked(observation, model)
     monkeypatch.setattr(model, "max_pass_tokens", 64)
@@ -124,7 +124,7 @@ def test_passes_stay_small(tiny_model: Slices, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channel", [f"{HALF}|project:count=2", f"{HALF}|project:count=1", "toploc:k=64"])
+@pytest.mark.parametrize("channel", [f"{HALF}+project:count=2", f"{HALF}+project:count=1", "toploc:k=64"])
 def test_tokens_that_no_evidence_would_save_are_not_run(
     tiny_model: Slices, monkeypatch: pytest.MonkeyPatch, channel: str
 ) -> None:
@@ -158,7 +158,7 @@ def test_tokens_that_no_evidence_would_save_are_not_run(
         assert found.evaluated_tokens < 0.7 * whole.evaluated_tokens
 
 
-@pytest.mark.parametrize("channel", ["toploc:k=64", f"{HALF}|project:count=3"])
+@pytest.mark.parametrize("channel", ["toploc:k=64", f"{HALF}+project:count=3"])
 def test_the_right_states_have_the_most_evidence(tiny_model: Slices, channel: str) -> None:
     model = tiny_model("llama", None, "final_norm")
     evidence = evidence_of(release(model, channel, prompt()), model)
@@ -172,7 +172,7 @@ def test_the_right_states_have_the_most_evidence(tiny_model: Slices, channel: st
 
 def test_one_inner_product_verifies_nothing(tiny_model: Slices) -> None:
     model = tiny_model("llama", None, "final_norm")
-    recovery = attacked(release(model, f"{HALF}|project:count=1", prompt()), model, budget=200)
+    recovery = attacked(release(model, f"{HALF}+project:count=1", prompt()), model, budget=200)
     assert not any(token.verified for token in recovery.tokens)
     assert recovery.stop_reason == "budget exhausted"
 
@@ -182,7 +182,7 @@ def test_without_the_key_of_the_indices_nothing_is_recovered(tiny_model: Slices)
     model = tiny_model("llama", None, "final_norm")
     for seed in range(2):
         tokens = prompt(seed)
-        recovery = attacked(release(model, f"{HALF}|toploc:k=64,keyed=true", tokens), model, budget=300)
+        recovery = attacked(release(model, f"{HALF}+toploc:k=64,keyed=true", tokens), model, budget=300)
         assert sum(a == b for a, b in zip(recovery.ids, tokens, strict=True)) <= 2
         assert not any(token.verified for token in recovery.tokens)
 
@@ -299,9 +299,9 @@ def test_wrong_observations_get_a_clear_answer(tiny_model: Slices) -> None:
     with pytest.raises(NotApplicableError, match="vocab-match is for whole states"):
         attacked(release(model, "identity", tokens), model)
     with pytest.raises(NotApplicableError, match="in order"):
-        attacked(release(model, "toploc:k=64|seq-perm", tokens), model)
+        attacked(release(model, "toploc:k=64+seq-perm", tokens), model)
     with pytest.raises(NotApplicableError, match="gaps"):
-        attacked(release(model, "toploc:k=64|drop-rows:size=2,after=3", tokens), model)
+        attacked(release(model, "toploc:k=64+drop-rows:size=2,after=3", tokens), model)
     with pytest.raises(InputError, match="the truncated model gives"):
         attacked(fine, tiny_model("llama", None, "logits"))
     with pytest.raises(InputError, match="other weights"):

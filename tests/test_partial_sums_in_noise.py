@@ -167,7 +167,7 @@ def test_a_density_counts_as_far_as_it_names_right_tokens() -> None:
 @pytest.mark.slow
 def test_a_recorded_request_is_read_behind_noise(tiny: TinyPath, tmp_path: Path) -> None:
     path = tiny("llama", tokenizer=True)
-    harden = "client:first=1,last=1|noise:sigma=0.002"
+    harden = "client:first=1,last=1+noise:sigma=0.002"
     backend = command.Backend(kind="local", model=path, harden=harden)
     command.run("the ferry leaves at nine", backend, alpha=3, c=3, record=f"{tmp_path}/noise")
     (seen,) = load_site(f"{tmp_path}/noise/CompNode-2.safetensors", 2, "attn")

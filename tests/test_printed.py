@@ -155,7 +155,7 @@ def until_wrong(found: list[tuple[int, int]], right: list[tuple[int, int]]) -> i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "channel", ["gaussian:sigma=0.02|identity", "2d-perm", *slow_cases("seq-perm", "hidden-perm")]
+    "channel", ["gaussian:sigma=0.02+identity", "2d-perm", *slow_cases("seq-perm", "hidden-perm")]
 )
 @pytest.mark.parametrize("proposal", ["lm", *slow_cases("vocab")])
 def test_a_score_is_what_the_attack_reaches_with_that_epsilon(

@@ -148,7 +148,11 @@ def test_what_is_no_noise_and_drawn_anew_is_not_averaged(
     if read == "mean":
         return
     (one,) = release_all(
-        model, Channel.parse(spec.split("+")), [Case(0, "p", GroundTruth(TOKENS))], 0, Attacker(key=key)
+        model,
+        Channel.parse(spec.split("+")),
+        [Case(0, "p", GroundTruth(TOKENS))],
+        0,
+        Attacker(key=key, known=int(key != "request")),
     )
     assert torch.equal(found.states, one[0].states) and found.info.channel == one[0].info.channel
 
@@ -170,7 +174,7 @@ def test_a_verdict_tells_what_was_read_of_the_releases(
 ) -> None:
     """No defense holds of whose releases the first alone was read."""
     monkeypatch.setattr(command, "ATTACKS", (Step("nearest"),))
-    monkeypatch.setattr(command, "planted", lambda seed: [])
+    monkeypatch.setattr(command, "plantable", lambda *_: [])
     config = AttackConfig(
         prompts=str(tmp_path / "p.txt"), model=tiny("llama", tokenizer=True), layer=2, device="cpu"
     )

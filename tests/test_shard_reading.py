@@ -237,7 +237,7 @@ def test_each_view_of_a_node_is_measured_beside_the_control_of_its_tokens(
 
 
 def test_specs_are_split_between_them_and_not_inside() -> None:
-    specs = ["none", "client:first=4,last=4|noise:sigma=0.03", "client:first=1,last=1|secret-maps", "shares"]
+    specs = ["none", "client:first=4,last=4+noise:sigma=0.03", "client:first=1,last=1+secret-maps", "shares"]
     assert split_specs(",".join(specs)) == specs
 
 
@@ -245,13 +245,13 @@ def test_specs_are_split_between_them_and_not_inside() -> None:
 def test_each_hardening_stands_with_its_leak_and_its_cost(tiny: TinyPath, tmp_path: Path) -> None:
     make = registry.resolve("experiments", "hardening")
     setting = Setting(model=tiny("llama", tokenizer=True), limit=2, max_tokens=24, device="cpu")
-    variants = "none,client:first=1,last=1|masked-sums,shares"
+    variants = "none,client:first=1,last=1+masked-sums,shares"
     experiment = make(setting, alpha=2, c=3, repeats=1, variants=variants)
     *rows, shared = conduct("hardening", experiment, tmp_path)["rows"]
     assert shared["keys"] == {"hardening": "CrypTen, 3 of 4 layers"}  # measured where CrypTen is installed
     assert [row["keys"]["hardening"] for row in rows] == [
         "none",
-        "client:first=1,last=1|masked-sums",
+        "client:first=1,last=1+masked-sums",
         "shares",
     ]
     assert {row["status"] for row in rows} == {MEASURED}

@@ -29,7 +29,7 @@ def test_the_strongest_noise_that_keeps_the_model_useful_is_assessed(
     prompts.write_text("the first of them\nanother one\na third text\nand one more\n")
     asked = {"model": tiny("llama", tokenizer=True), "prompts": str(prompts), "limit": 4, "max_tokens": 8}
     families = "gaussian:sigma=0.0000001..1000,gaussian:sigma=500..1000,gaussian:sigma=1e-9..2e-9,round:int8"
-    made = trade_off(Setting(layers=(1,), **asked), families, "identity,seq-perm|orthogonal", minutes=0.2)
+    made = trade_off(Setting(layers=(1,), **asked), families, "identity,seq-perm+orthogonal", minutes=0.2)
     rows = conduct("trade-off", made, tmp_path)["rows"]
     found = {(row["keys"]["noise"], row["keys"]["secret map"]): row for row in rows}
     alone, behind, none, *_ = rows

@@ -68,7 +68,7 @@ EVIDENCE = {
     ),
     "sums behind noise": Evidence(
         "partial-sums", "partial sums behind the client's layers and noise, none verified", 0.318, 3,
-        "hiddenlab eval hardening --limit 3 --set 'variants=client:first=4,last=4|noise:sigma=0.03'",
+        "hiddenlab eval hardening --limit 3 --set variants=client:first=4,last=4+noise:sigma=0.03",
     ),
     "missing tokens": Evidence(
         "missing-tokens", "gaps between rows at layer 1", 0.936, 20,

@@ -180,22 +180,20 @@ class Hardening:
             raise InputError("--harden shares stands alone: its nodes learn nothing that others would hide")
         if self.noise is not None and self.client is None:
             raise InputError(
-                "noise needs layers of the client, who adds it; write 'client:first=1,last=1|noise:…'"
+                "noise needs layers of the client, who adds it; write 'client:first=1,last=1+noise:…'"
             )
 
     @classmethod
     def parse(cls, spec: str | None) -> "Hardening":
-        """Build a hardening from its spec: parts that are joined by ``|``; None is none.
+        """Build a hardening from its spec: parts that are joined by ``+``; None is none.
 
         Raises:
             UnknownNameError: unknown part. InputError: unknown, missing or malformed parameter, or a part twice.
         """
         parts: dict[str, Any] = {}
-        for text in [] if spec is None else spec.split("|"):
+        for text in [] if spec is None else registry.stages_of(spec):
             if not text.strip():
-                raise InputError(
-                    f"--harden {spec!r} has an empty part; write parts joined by '|', in quotation marks"
-                )
+                raise InputError(f"--harden {spec!r} has an empty part; write parts joined by '+'")
             name = registry.parse_spec(text)[0].replace("-", "_")
             if name in parts:
                 raise InputError(f"--harden {spec!r} names {text.partition(':')[0]} twice")

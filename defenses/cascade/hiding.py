@@ -39,7 +39,7 @@ MEASURED = (
     Measured("client:first=2,last=2", 4, 8, 1.0, 1.0, 1.0, 3.81, 0.311, 20),
     Measured("client:first=4,last=4", 4, 8, 1.0, 1.0, 1.0, 3.72, 0.417, 20),
     Measured("client:first=8,last=8", 4, 8, 1.0, 1.0, 1.0, 2.7, 0.629, 20),
-    Measured("client:first=4,last=4|secret-maps|masked-sums", 4, 8, 0.9812, 1.0, 0.9833, 8.8, 0.417, 20),
+    Measured("client:first=4,last=4+secret-maps+masked-sums", 4, 8, 0.9812, 1.0, 0.9833, 8.8, 0.417, 20),
     Measured("shares", 4, 8, 0.0, 0.0, 0.0, 5.57, 0.23, 0),
 )
 

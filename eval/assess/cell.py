@@ -39,12 +39,13 @@ def assessment(spec: dict[str, Any], folder: Path, progress: Progress = silent) 
     figures = {
         "leak": found["leak"],
         "exact": found["exact"],
-        "secrets_read": exactly(found["secrets"]["read"], found["secrets"]["planted"]),
         "control": exactly(found["control"], prompts),
         "time_over_plain": exactly(cost["time_over_plain"], prompts),
         "bytes_over_plain": exactly(cost["bytes_over_plain"], prompts),
         "minutes": exactly(sum(one["seconds"] for one in found["attacks"]) / 60, 1),
     }
+    if (secrets := found["secrets"]) is not None:
+        figures["secrets_read"] = exactly(secrets["read"], secrets["planted"])
     figures |= {name: utility[name] for name in ("perplexity", "kl", "top1_agreement") if name in utility}
     worst = found["leakiest"]
     words = {"verdict": found["status"]}

@@ -1,11 +1,9 @@
 """Assess one defense (``hiddenlab assess``): attacks, control, planted secrets, utility, cost and a verdict."""
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +42,17 @@ from hiddenlab.eval.assess.readings import (
     truth_of,
     undecoded_of,
 )
-from hiddenlab.eval.assess.secrets import Planted, planted
 from hiddenlab.eval.assess.session import release_all
+from hiddenlab.eval.assess.subject import (
+    Subject,
+    check_one_channel,
+    digest,
+    distinct,
+    everything,
+    named,
+    plantable,
+    released,
+)
 from hiddenlab.eval.assess.verdict import (
     EXIT_CODES,
     HALF,
@@ -56,42 +63,18 @@ from hiddenlab.eval.assess.verdict import (
     status_of,
 )
 from hiddenlab.eval.measures.intervals import mean, share
-from hiddenlab.job import Case, cases_of, prepare
+from hiddenlab.job import cases_of, prepare
 from hiddenlab.models import TruncatedModel
 from hiddenlab.prompts import Prompt, load_prompts
 from hiddenlab.records import Recorder, RunRecord, check_new, check_writable, finite, read_run
 from hiddenlab.repeated import Reads, reads
 from hiddenlab.runner import Interrupted, Run
 from hiddenlab.stages import are_replaced
-from hiddenlab.types import AttackResult, GroundTruth, Observation, ObservationInfo, Progress, silent
+from hiddenlab.types import AttackResult, Observation, Progress, silent
 
 FORMAT = 1
 PROMPTS = 20  # of the shipped ones, where none are named
 OF_A_FILE = "not measured: the rows come from a file, without what the provider keeps secret"
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is assessed: a defense with prompts, or rows that it released.
-
-    Attributes:
-        channel: the defense; None where its rows come from a file. cases: the prompts. texts: with planted secrets.
-        defense: specs of the stages. name: what the model is called. attacker: what he has beside the rows.
-    """
-
-    model: TruncatedModel
-    channel: Channel | None
-    cases: list[Case]
-    texts: list[Planted]
-    seed: int
-    defense: tuple[str, ...]
-    name: str
-    attacker: Attacker = field(default_factory=Attacker)
-
-    @property
-    def truth(self) -> bool:
-        """Whether the prompts are known."""
-        return all(case.truth is not None for case in self.cases)
 
 
 def assess(
@@ -145,15 +128,16 @@ def assess(
             Channel.parse(
                 observation.info.channel
             )  # attacks build it again; without its code nothing follows
-        texts = [] if shown else planted(job.config.seed)
+        texts = [] if shown else plantable(job.model, job.config.seed, progress)
         channel = None if shown else job.channel
         defense = tuple(job.config.defense)
         name = str(job.config.model)
-        subject = Subject(job.model, channel, job.cases, texts, job.config.seed, defense, name, attacker)
+        cases = distinct(job.cases, progress)
+        subject = Subject(job.model, channel, cases, texts, job.config.seed, defense, name, attacker)
         subject, rows = released(subject, progress)
         record = RunRecord(
             verb=VERB, spec=job.config.to_json(), seeds={"seed": subject.seed}, prompts=len(subject.cases),
-            inputs_sha256=_digest(rows), setup={"minutes": float(minutes), **attacker.to_json()},
+            inputs_sha256=digest(rows), setup={"minutes": float(minutes), **attacker.to_json()},
         )  # fmt: skip
         recorder = _recorder(
             record, attacker, None if out is None else Path(out), Path(runs_dir), keep, resume, progress
@@ -186,12 +170,13 @@ def assess_channel(
 ) -> Assessment:
     """Assess a channel with a loaded model, without a record; see ``hiddenlab.api.assess``."""
     check_minutes(minutes)
-    given = load_prompts(None, limit=PROMPTS) if prompts is None else _named(prompts)
-    cases = cases_of(given, model, max_tokens)
+    given = load_prompts(None, limit=PROMPTS) if prompts is None else named(prompts)
+    cases = distinct(cases_of(given, model, max_tokens), progress)
     specs = tuple(defense.spec for defense in channel.defenses)
     subject = Subject(
-        model, channel, cases, planted(seed), seed, specs, model.ref.name, attacker or Attacker()
-    )
+        model, channel, cases, plantable(model, seed, progress), seed, specs, model.ref.name,
+        attacker or Attacker(),
+    )  # fmt: skip
     subject, rows = released(subject, progress)
     recorder = Recorder.create(RunRecord(verb=VERB, spec={}), keep=False)
     return Assessment.of(judge(subject, rows, minutes, recorder, progress))
@@ -205,16 +190,6 @@ def check_minutes(minutes: float) -> None:
     """
     if not (math.isfinite(minutes) and minutes > 0):
         raise InputError(f"--minutes is above 0, and a number, not {minutes:g}")
-
-
-def _named(prompts: str | Sequence[str | Prompt]) -> list[Prompt]:
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not texts:
-        raise InputError("there are no prompts to assess a defense with; leave them out for the shipped ones")
-    return [
-        Prompt(f"p{number:03d}", text, "PROMPT") if isinstance(text, str) else text
-        for number, text in enumerate(texts, 1)
-    ]
 
 
 def _recorder(
@@ -245,65 +220,6 @@ def _recorder(
     return recorder
 
 
-def released(subject: Subject, progress: Progress = silent) -> tuple[Subject, list[Observation]]:
-    """Return what the attacker sees: the rows of a file, or what the defense releases of prompts and planted texts.
-
-    The truths of the subject that is returned hold the tokens that ran, where the defense replaced some.
-
-    Raises:
-        InputError: what the defense publishes are no JSON values.
-    """
-    if subject.channel is None:
-        return subject, [case.observation for case in subject.cases if case.observation is not None]
-    made = release_all(
-        subject.model, subject.channel, _everything(subject), subject.seed, subject.attacker, progress
-    )
-    cases = [
-        replace(case, truth=replace(truth_of(case), computed=truth.computed))
-        for case, (_, truth) in zip(subject.cases, made, strict=False)
-    ]
-    for observation, _ in made:
-        _public(observation.info)
-    return replace(subject, cases=cases), [observation for observation, _ in made]
-
-
-def _everything(subject: Subject) -> list[Case]:
-    return [*subject.cases, *_planted_cases(subject, subject.texts)]
-
-
-def _planted_cases(subject: Subject, texts: Sequence[Planted]) -> list[Case]:
-    first = len(subject.cases)
-    return [
-        Case(first + i, f"secret {i + 1}", GroundTruth(tuple(subject.model.tokenize(one.text))))
-        for i, one in enumerate(texts)
-    ]
-
-
-def _digest(observations: Sequence[Observation]) -> str:
-    """Return a digest of rows and public facts: whatever was kept of other ones is not about these."""
-    digest = hashlib.sha256()
-    seen = [[one, *(text.shown for text in one.known)] for one in observations]
-    for one in (rows for group in seen for rows in group):
-        digest.update(_public(one.info).encode())
-        digest.update(one.states.detach().cpu().float().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _public(info: ObservationInfo) -> str:
-    """Return public facts as JSON.
-
-    Raises:
-        InputError: they hold something else, in which no attack would look for a prompt.
-    """
-    try:
-        return json.dumps(asdict(info), sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"the public facts of {' + '.join(info.channel) or 'the rows'} are no JSON values ({error}); a defense "
-            "publishes numbers, texts, lists and dictionaries"
-        ) from None
-
-
 def judge(
     subject: Subject,
     rows: Sequence[Observation],
@@ -332,7 +248,7 @@ def judge(
     Raises:
         InputError: tokens were replaced, and no truth says by which.
     """
-    model, cases, seed = subject.model, _everything(subject), subject.seed
+    model, cases, seed = subject.model, everything(subject), subject.seed
     own, steps = len(subject.cases), steps_of(subject.attacker.knows, ATTACKS)
     replaced = are_replaced(rows[0].info)
     if replaced and not subject.truth:
@@ -355,8 +271,9 @@ def judge(
     mine, extra = believed[:own], believed[own:]
     found = _evidence(subject, mine, extra, guessed, attempts)
     undefended: list[dict[str, Any]] = []
-    if status_of(found) == INCONCLUSIVE and subject.truth:  # it depends on what the attacks can do at all
-        undefended = _undefended(subject, guessed, attempts, recorder, progress)
+    # Whether it holds depends on what the attacks can do at all.
+    if status_of(found) == INCONCLUSIVE and not found.open:
+        undefended = _undefended(subject, guessed, attempts, 60 * minutes, recorder, progress)
         ended = ended_with_all(attempts, rows[:own])
         able = [one["attack"] for one in undefended if one["leak"]["low"] >= HALF and one["attack"] in ended]
         found = replace(found, able=able)
@@ -390,7 +307,7 @@ def judge(
         if subject.truth
         else None,
         "rare_accuracy": rare._asdict() if rare is not None else None,
-        "secrets": {"read": read, "planted": len(extra)} if subject.channel is not None else None,
+        "secrets": {"read": read, "planted": len(extra)} if extra else None,
         "shown_accuracy": shown_accuracy_of(mine, attempts),
         "oracle": oracle_of(mine, attempts, guessed)._asdict() if subject.truth else None,
         "attacks": [told_of(attempt, mine, subject.truth) for attempt in attempts],
@@ -452,7 +369,7 @@ def _guessed(subject: Subject, progress: Progress) -> list[int]:
     if not subject.truth:
         return [0] * len(subject.cases)
     truths = [truth_of(case).tokens for case in subject.cases]
-    said = guesses(subject.model, list(map(len, truths)), subject.seed, progress)
+    said = guesses(subject.model, subject.cases, subject.seed, progress)
     return [
         sum(a == b for a, b in zip(one, truth, strict=True)) for one, truth in zip(said, truths, strict=True)
     ]
@@ -462,19 +379,28 @@ def _undefended(
     subject: Subject,
     guessed: Sequence[int],
     attempts: Sequence[Attempt],
+    seconds: float,
     recorder: Recorder,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Return what each attack that ran behind the defense reads without it, in as much time."""
+    """Return what each attack that ran behind the defense reads without it, in as much time.
+
+    All together take no more than the attacks behind the defense may. One that this cuts off is told of as it is.
+
+    Args:
+        seconds: that all attacks may take.
+    """
     model, cases = subject.model, subject.cases
     shown = [observation for observation, _ in release_all(model, Channel([]), cases, subject.seed)]
-    lengths, told = [len(truth_of(case).tokens) for case in cases], []
+    lengths = [len(truth_of(case).tokens) for case in cases]
+    told = list[dict[str, Any]]()
     steps = {step.name: step for step in steps_of(subject.attacker.knows, ATTACKS)}
     for number, attempt in enumerate(attempts):
         if attempt.status in (CRASHED, NOT_APPLICABLE):
             continue
         step, diary = steps[attempt.attack], Kept(recorder, model, cases, shown, UNDEFENDED, number)
-        (again,) = attack_all(shown, model, subject.seed, attempt.allowed, progress, [step], diary=diary)
+        allowed = min(attempt.allowed, max(0.0, seconds - sum(one["seconds"] for one in told)))
+        (again,) = attack_all(shown, model, subject.seed, allowed, progress, [step], diary=diary)
         right = [right_of(again.results.get(i), case) for i, case in enumerate(cases)]
         told.append(
             {
@@ -485,15 +411,3 @@ def _undefended(
             }
         )
     return told
-
-
-def check_one_channel(infos: Sequence[ObservationInfo]) -> None:
-    """Refuse rows that several defenses released: a verdict is on one.
-
-    Raises:
-        InputError: they passed several channels.
-    """
-    channels = list(dict.fromkeys(info.channel for info in infos))
-    if len(channels) > 1:
-        named = ", ".join(" + ".join(channel) or "identity" for channel in channels)
-        raise InputError(f"the rows are of {len(channels)} defenses, and one is assessed at a time: {named}")

@@ -27,7 +27,8 @@ class Step:
             weight: of its share of the time. missing: it is for observations of some rows alone. endless: it may go on
             for as long as there is time, so that running out of it says nothing. inexact: it is for noised or
             rounded rows, and waits where a defense leaves rows exact. beside: it looks for the prompt's own tokens also
-            where the model ran others, and rows that are read say nothing more.
+            where the model ran others, and rows that are read say nothing more. single: of several releases it gets the
+            first, and not their mean, which has lost last bits.
     """
 
     attack: str
@@ -36,6 +37,7 @@ class Step:
     endless: bool = False
     inexact: bool = False
     beside: bool = False
+    single: bool = False
     supposes: tuple[str, ...] = ()
 
     @property
@@ -45,7 +47,8 @@ class Step:
 
     def seen(self, observation: Observation) -> Observation:
         """Return an observation with what the attack supposes of its defense."""
-        return replace(observation, info=self.facts(observation.info)) if self.supposes else observation
+        seen = observation.first if self.single and observation.first is not None else observation
+        return replace(seen, info=self.facts(seen.info)) if self.supposes else seen
 
     def facts(self, info: ObservationInfo) -> ObservationInfo:
         """Return public facts with what the attack supposes of the defense."""
@@ -69,7 +72,7 @@ ATTACKS = (
     Step("fingerprint-inversion"),  # projections, TOPLOC proofs, log-probabilities
     Step("missing-tokens", missing=True),  # tokens between shown rows
     Step(QUICK, weight=2),  # rows as they are, permuted, or behind secret maps
-    Step("planted", weight=2, beside=True),  # ids in low bits, norms or public facts
+    Step("planted", weight=2, beside=True, single=True),  # ids in low bits, norms or public facts
     Step("replay"),  # what a defense does alike with every request: a seed that is always 0, one key for all
     Step("shard-reading"),  # anything linear: regressions on what the attacker releases himself
     Step("beam-decoding", weight=4, inexact=True),  # noise, rounding, shuffled rows
@@ -150,9 +153,14 @@ def _sure(answers: Sequence[AttackResult], observation: Observation) -> list[int
 def solved(result: AttackResult, observation: Observation) -> bool:
     """Return whether an attack is sure of the token of every row, so that none need read the rows again.
 
-    What the tokens of rows stood for, where others were replaced, is asked by other steps (``Step.beside``).
+    What the tokens of rows stood for, where others were replaced, is asked by other steps (``Step.beside``). Where rows
+    are missing, a token between them may be verified as well, and says nothing of the rows.
     """
-    return verified(result) >= len(observation.states) - extra_rows(observation.info) > 0
+    if observation.info.positions is None:
+        sure = verified(result)
+    else:
+        sure = len({token.row for token in result.tokens if token.verified and token.row >= 0})
+    return sure >= len(observation.states) - extra_rows(observation.info) > 0
 
 
 def ended_with_all(attempts: Sequence[Attempt], observations: Sequence[Observation]) -> set[str]:

@@ -100,34 +100,38 @@ def by_one_attack(
     """Return readings by the one attack that by itself surely reads more of the prompts than the belief in each answer.
 
     An attacker finds it without their truth: he attacks texts of his own behind the same defense. Prompts that it did
-    not read stay as they are, and so do all where no attack reads more.
+    not read stay as they are, as do those of which every token is verified, and so do all where no attack reads more,
+    or where he would lose prompts that came back exactly.
 
     Args:
-        guessed: of each prompt that counts, which come first: tokens that the control guesses.
+        guessed: of each prompt that counts, which come first: tokens that the control guesses. What follows them are
+            planted texts, which stay as they are.
     """
-    count = len(guessed)
-    lengths = [one.tokens for one in readings[:count]]
-    chosen = leak_of([one.right for one in readings[:count]], guessed, lengths)
-    best, most = None, chosen.value
+    mine, extra = list(readings[: len(guessed)]), readings[len(guessed) :]
+    lengths = [one.tokens for one in mine]
+    chosen = leak_of([one.right for one in mine], guessed, lengths)
+    best, most = mine, chosen.value
     for attempt in attempts:
-        results = [_given(attempt, i) or one.result for i, one in enumerate(readings[:count])]
-        right = [right_of(result, one.case) for result, one in zip(results, readings, strict=False)]
-        leak = leak_of(right, guessed, lengths)
-        if leak.low > chosen.value and leak.value > most:
-            best, most = attempt, leak.value
-    if best is None:
-        return list(readings)
-    return [
-        one if (result := _given(best, i)) is None
-        else Reading(one.case, one.observation, best.attack, result, _scored(model, result, truth_of(one.case)))
-        for i, one in enumerate(readings)
-    ]  # fmt: skip
+        other = [_by(model, attempt, i, one) for i, one in enumerate(mine)]
+        leak = leak_of([one.right for one in other], guessed, lengths)
+        if leak.low > chosen.value and leak.value > most and _exact(other) >= _exact(mine):
+            best, most = other, leak.value
+    return [*best, *extra]
 
 
-def _given(attempt: Attempt, prompt: int) -> AttackResult | None:
-    """Return what an attack read of a prompt, None where it read nothing."""
-    result = attempt.results.get(prompt)
-    return result if result is not None and result.ids else None
+def _by(model: TruncatedModel, attempt: Attempt, number: int, reading: Reading) -> Reading:
+    """Return what an attack read of a prompt; the reading as it is where that is nothing, or where it is certain."""
+    result, believed = attempt.results.get(number), reading.result
+    if result is None or not result.ids:
+        return reading
+    if believed is not None and solved(believed, reading.observation):
+        return reading
+    scored = _scored(model, result, truth_of(reading.case))
+    return Reading(reading.case, reading.observation, attempt.attack, result, scored)
+
+
+def _exact(readings: Sequence[Reading]) -> int:
+    return sum(one.score is not None and one.score.exact for one in readings)
 
 
 def _scored(model: TruncatedModel, result: AttackResult, truth: GroundTruth) -> Score:
@@ -175,10 +179,10 @@ def is_misled(
     if surest is None:
         return False
     truth = truth_of(reading.case)
-    read = dict(zip(places_of(surest, truth), surest.ids, strict=True))
     return any(
-        place >= len(truth.shown) or not torch.equal(table[truth.shown[place]], table[token])
-        for place, token in read.items()
+        place >= len(truth.shown) or not torch.equal(table[truth.shown[place]], table[one.token])
+        for place, one in zip(places_of(surest, truth), surest.tokens, strict=True)
+        if one.verified
     )
 
 

@@ -63,10 +63,9 @@ def release_all(
         ]  # fmt: skip
     return [
         (
-            Observation(
-                shown.states,
-                shown.info,
-                tuple(replace(text, shown=as_known(text.shown, model, attacker)) for text in texts),
+            replace(
+                shown,
+                known=tuple(replace(text, shown=as_known(text.shown, model, attacker)) for text in texts),
             ),
             truth,
         )

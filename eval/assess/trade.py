@@ -14,6 +14,7 @@ from hiddenlab.eval.assess.cell import assessment
 from hiddenlab.eval.assess.price import utility_of
 from hiddenlab.eval.cells import Worded
 from hiddenlab.job import prepare
+from hiddenlab.registry import stages_of
 from hiddenlab.types import Progress, silent
 
 HALVINGS = 6  # of the range of strengths: within 1/64 of it, on a scale of logarithms
@@ -28,7 +29,7 @@ def strongest(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
 
     Args:
         spec: family (a spec with a range of strengths, ``gaussian:sigma=0.001..1``, the weakest first; without a range
-            there is one strength), map (``identity``, or stages joined by ``|``), loss (the share of next tokens that
+            there is one strength), map (``identity``, or stages joined by ``+``), loss (the share of next tokens that
             may differ), minutes, and the options of ``AttackConfig``.
 
     Raises:
@@ -48,7 +49,7 @@ def strongest(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
         return float(found["top1_agreement"]["value"])
 
     stage = strongest_of(spec["family"], 1 - spec["loss"], kept)
-    stages = [stage, *(one for one in spec["map"].split("|") if one != "identity")]
+    stages = [stage, *(one for one in stages_of(spec["map"]) if one != "identity")]
     found = assessment({**options, "defense": stages, "minutes": spec["minutes"]}, folder, progress)
     return Worded(found.figures, {"strongest": stage, **found.words})
 

@@ -13,6 +13,7 @@ from hiddenlab.eval.measures.attack import as_figures, exactly
 from hiddenlab.eval.measures.intervals import mean, share
 from hiddenlab.models import load_model
 from hiddenlab.prompts import load_prompts
+from hiddenlab.registry import stages_of
 from hiddenlab.types import Progress, silent
 from hiddenlab.utils.random import generator
 
@@ -102,7 +103,7 @@ def discorr(spec: dict[str, Any], folder: Path, progress: Progress = silent) -> 
     mapped = spec["shown"] in LINEAR_MAPS
     shown = inputs
     if not mapped:
-        channel = Channel.parse([stage for stage in spec["shown"].split("|") if stage != "identity"])
+        channel = Channel.parse([stage for stage in stages_of(spec["shown"]) if stage != "identity"])
         released = channel.release_batch(model, prompts, generator(spec["seed"], "release"))
         shown = torch.cat([observation.states.float() for observation, _ in released])
     draw = generator(spec["seed"], "maps")

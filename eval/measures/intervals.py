@@ -1,5 +1,6 @@
 """Estimate figures with 95 % confidence intervals over prompts."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,10 +19,18 @@ class Estimate(NamedTuple):
     n: int
 
 
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Return Wilson's interval of a share of ``count`` things; neither has to be a whole number of them."""
+    z = float(stats.norm.ppf((1 + LEVEL) / 2))
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 def share(hits: Sequence[bool]) -> Estimate:
     """Estimate a share of prompts, with Wilson's interval; resampling would call 50 of 50 certain."""
-    result = stats.binomtest(sum(map(bool, hits)), len(hits)).proportion_ci(LEVEL, method="wilson")
-    return Estimate(sum(map(bool, hits)) / len(hits), float(result.low), float(result.high), len(hits))
+    found = sum(map(bool, hits)) / len(hits)
+    return Estimate(found, *wilson(found, len(hits)), len(hits))
 
 
 def mean(values: Sequence[float]) -> Estimate:

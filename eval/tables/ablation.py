@@ -5,7 +5,7 @@ from typing import Any
 from hiddenlab.attacks.vocab_match import SETUPS
 from hiddenlab.errors import InputError
 from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
-from hiddenlab.registry import parse_spec
+from hiddenlab.registry import parse_spec, stages_of
 
 LAYERS = (1, 6)
 NOTHING = "nothing"
@@ -43,15 +43,15 @@ MADE_FOR: dict[str, tuple[str, tuple[str, ...]]] = {
     "2d-perm": (MATCHING, (*_SHUFFLED, "first tokens")),
     # What a row is expected to lie away is learned where rows or coordinates are shuffled.
     "gaussian": (BEAM, (*_READ, "log distance", "beam")),
-    "gaussian|seq-perm": (BEAM, (*_READ, *_DISTANCES, *_ORDER, "beam")),
-    "gaussian|hidden-perm": (BEAM, (*_READ, *_DISTANCES, "beam", "widening")),
+    "gaussian+seq-perm": (BEAM, (*_READ, *_DISTANCES, *_ORDER, "beam")),
+    "gaussian+hidden-perm": (BEAM, (*_READ, *_DISTANCES, "beam", "widening")),
     "random-prefix": (BEAM, (*_READ, "solving for the prefix")),
-    "random-prefix|seq-perm": (BEAM, (*_READ, *_ORDER, "solving for the prefix")),
+    "random-prefix+seq-perm": (BEAM, (*_READ, *_ORDER, "solving for the prefix")),
 }
 # Noise under which the whole attack reads much, but not all: there a part can show what it brings.
 CHANNELS = (
-    "identity,seq-perm,hidden-perm,2d-perm,gaussian:sigma=0.2,gaussian:sigma=0.03|seq-perm,"
-    "gaussian:sigma=0.01|hidden-perm,random-prefix,random-prefix|seq-perm"
+    "identity,seq-perm,hidden-perm,2d-perm,gaussian:sigma=0.2,gaussian:sigma=0.03+seq-perm,"
+    "gaussian:sigma=0.01+hidden-perm,random-prefix,random-prefix+seq-perm"
 )
 
 
@@ -61,7 +61,7 @@ def _made_for(channel: str) -> tuple[str, tuple[str, ...]]:
     Raises:
         InputError: no ablation is known for it.
     """
-    family = "|".join(parse_spec(stage)[0] for stage in channel.split("|"))
+    family = "+".join(parse_spec(stage)[0] for stage in stages_of(channel))
     if family not in MADE_FOR:
         raise InputError(f"no ablation is known for {channel!r}; these have one: {', '.join(MADE_FOR)}")
     return MADE_FOR[family]

@@ -15,7 +15,7 @@ from hiddenlab.sharding import Plan, Positions
 
 VARIANTS = (
     "none,secret-maps,masked-sums,client:first=1,last=1,client:first=2,last=2,client:first=4,last=4,"
-    "client:first=8,last=8,client:first=4,last=4|noise:sigma=0.03,client:first=4,last=4|secret-maps|masked-sums,shares"
+    "client:first=8,last=8,client:first=4,last=4+noise:sigma=0.03,client:first=4,last=4+secret-maps+masked-sums,shares"
 )
 COST, LEAK, ROWS, SHARED = "cost", "leak", "rows", "shared"  # parts of a row
 ON_CRYPTEN = "CrypTen"  # begins the key of the row of plain secret sharing

@@ -37,7 +37,7 @@ def invariants(
                     )
                     keys = {"channel": channel, "layer": layer, "sigma": sigma, "release": release}
                     cells.append(
-                        attack_cell(setting, keys, layer, "|".join(stages), budget=candidates, **source)
+                        attack_cell(setting, keys, layer, "+".join(stages), budget=candidates, **source)
                     )
     return Experiment(
         "Rows behind secret linear maps",

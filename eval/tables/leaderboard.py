@@ -3,7 +3,6 @@
 from typing import Any
 
 from hiddenlab.channels import Channel
-from hiddenlab.code_files import load_named
 from hiddenlab.errors import InputError
 from hiddenlab.eval.assess.command import check_minutes
 from hiddenlab.eval.assess.trade import specs_of
@@ -12,14 +11,14 @@ from hiddenlab.types import STREAMS
 
 DEFENSES = (
     "identity,seq-perm,hidden-perm:shared,2d-perm,orthogonal,row-mixing,row-mixing:kind=orthogonal,shield=8,"
-    "decoys:count=8,kind=gaussian|seq-perm,gaussian:sigma=0.01,gaussian:sigma=0.1,output-noise:sigma=0.1,"
+    "decoys:count=8,kind=gaussian+seq-perm,gaussian:sigma=0.01,gaussian:sigma=0.1,output-noise:sigma=0.1,"
     "sparsify:keep=0.1,truncated-svd:rank=8,round:int4,random-prefix,int8,nf4,shard:alpha=4,c=8,node=2,"
     "custext:epsilon=5,k=20,santext:epsilon=5,rantext:epsilon=6,vocab-bijection,dchi:eta=200,snd:eta=200,"
     "dp-forward:epsilon=8"
 )
 COMPOSITIONS = (
-    "gaussian:sigma=0.1|seq-perm,gaussian:sigma=0.1|hidden-perm,nf4|seq-perm,gaussian:sigma=0.1|orthogonal,"
-    "round:int8|seq-perm,gaussian:sigma=0.3|seq-perm"
+    "gaussian:sigma=0.1+seq-perm,gaussian:sigma=0.1+hidden-perm,nf4+seq-perm,gaussian:sigma=0.1+orthogonal,"
+    "round:int8+seq-perm,gaussian:sigma=0.3+seq-perm"
 )
 FIGURES = {
     "leak": "leak beyond a guess", "top1_agreement": "same next token", "exact": "exact prompts",
@@ -43,7 +42,7 @@ RIVALS = (
     ("seq-perm", 6, "vocab-match"),
     ("2d-perm", 6, "vocab-match"),
     ("nf4", 6, "beam-decoding"),
-    ("int8|seq-perm", 6, "beam-decoding"),
+    ("int8+seq-perm", 6, "beam-decoding"),
     ("shard:alpha=2,c=2,node=1", 1, "missing-tokens"),
     ("drop-rows:size=2,after=10", 6, "missing-tokens"),
 )
@@ -64,7 +63,7 @@ def leaderboard(
     """Assess defenses one by one, as ``hiddenlab assess`` does, and put the verdicts side by side.
 
     Args:
-        defenses: separated by commas, the stages of one joined by ``|``; files of your own (``FILE.py:KEY=VALUE``) too.
+        defenses: separated by commas, the stages of one joined by ``+``; files of your own (``FILE.py:KEY=VALUE``) too.
         minutes: for all attacks on one defense; as much again may go to the same attacks without it.
         stream: what the defense releases of a layer, as for ``hiddenlab attack``: ``k`` or ``v`` for one on a KV cache.
 
@@ -99,10 +98,8 @@ def _asked(setting: Setting, source: dict[str, Any], minutes: float) -> str:
 
 
 def _check_stages(spec: str) -> None:
-    """Refuse a defense that there is not, before anything is measured; its stages are joined by ``|``."""
-    for stage in spec.split("|"):
-        load_named("defenses", stage)
-    Channel.parse(spec.split("|"))
+    """Refuse a defense that there is not, before anything is measured; its stages are joined by ``+``."""
+    Channel.parse([spec], files=True)
 
 
 def trade_off(
@@ -115,7 +112,7 @@ def trade_off(
     Args:
         families: specs with a range of strengths, the weakest first, such as ``gaussian:sigma=0.001..1``; those of
             files of your own (``FILE.py:KEY=0.1..1``) too.
-        maps: secrets that who holds the key undoes, and which cost no quality; the stages of one joined by ``|``.
+        maps: secrets that who holds the key undoes, and which cost no quality; the stages of one joined by ``+``.
         loss: share of the model's next tokens that the noise may change.
         minutes: for all attacks on one row; as much again may go to the same attacks without the defense.
 

@@ -203,7 +203,7 @@ def _search(
         setting,
         keys,
         layer,
-        f"{PROVIDER}|{stage}",
+        f"{PROVIDER}+{stage}",
         stream=stream,
         attack=f"fingerprint-inversion:{effort}",
         **source,

@@ -224,7 +224,7 @@ def _place(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 def _canonical(method: str) -> str:
     """Return a method in the spelling of its stages, so that one method is one cell however it is written."""
-    return "|".join(Channel.parse(method.split("|")).specs)
+    return "+".join(Channel.parse([method]).specs)
 
 
 def _numbers(text: str | float, what: str) -> list[float]:

@@ -13,7 +13,6 @@ from hiddenlab import registry
 from hiddenlab.assessment import Assessment
 from hiddenlab.attacker import Attacker
 from hiddenlab.cli.attack import ready
-from hiddenlab.cli.compare import stages_of
 from hiddenlab.cli.console import bars, only_json, print_json, stderr, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.cli.verdicts import BAD, GOOD, OPEN
@@ -70,8 +69,7 @@ def assess(
         raise InputError(
             "name a DEFENSE ('hiddenlab list defenses'; 'identity' is none), or give --observation FILE"
         )
-    stages = tuple(stage for spec in defense or () for stage in stages_of(spec))
-    config = ready(replace(config, defense=stages))
+    config = ready(replace(config, defense=tuple(defense or ())))
     result = conduct(config, minutes, attacker, out=out, runs_dir=runs_dir, keep=not no_record, json=json)
     raise typer.Exit(result.findings["exit_code"])
 

@@ -35,7 +35,7 @@ HardenOpt = Annotated[
     Option(
         "--harden",
         metavar="SPEC",
-        help="Change what nodes get: client:first=6,last=1, noise, secret-maps, masked-sums, several with '|'; or "
+        help="Change what nodes get: client:first=6,last=1, noise, secret-maps, masked-sums, several with '+'; or "
         "shares (two nodes, without a plan), which alone hides a prompt.",
     ),
 ]

@@ -15,7 +15,7 @@ from hiddenlab.cli.console import print_json, stderr, stdout
 from hiddenlab.cli.from_config import takes
 from hiddenlab.config import IMPORT_OPTIONS, AttackConfig
 from hiddenlab.errors import InputError
-from hiddenlab.registry import check_name, parse_spec
+from hiddenlab.registry import check_name, parse_spec, stages_of
 from hiddenlab.summary import NOT_APPLICABLE, figure, not_applicable
 from hiddenlab.text import count_of
 from hiddenlab.utils.schema import LARGEST
@@ -112,14 +112,9 @@ def _new_folder(runs_dir: Path) -> Path:
     return path
 
 
-def stages_of(spec: str) -> tuple[str, ...]:
-    """Return the stages of one defense, which are joined by ``+``."""
-    return tuple(stage.strip() for stage in spec.split("+"))
-
-
 def _stages(given: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the stages of each defense, the baseline first."""
-    defenses = [stages_of(spec) for spec in given]
+    defenses = [tuple(stages_of(spec)) for spec in given]
     baseline: list[tuple[str, ...]] = [()]
     return baseline + [stages for stages in defenses if stages != (BASELINE,)]
 

@@ -21,6 +21,7 @@ from hiddenlab.models.load import parse_dtype
 from hiddenlab.proposals.corpus import Corpus, language_reference
 from hiddenlab.proposals.probe import norm_border
 from hiddenlab.proposals.store import identity_of
+from hiddenlab.stages import is_own
 from hiddenlab.types import ObservationInfo
 from hiddenlab.utils.schema import CLOSED
 
@@ -222,7 +223,7 @@ def kept_threshold(
             those of this package's models, matching and defenses.
     """
     stages = Channel.parse(info.channel).defenses
-    if any(not type(stage).__module__.startswith("hiddenlab.") for stage in stages):
+    if any(map(is_own, stages)):
         return measured()
     here = Path(__file__).parent
     code = (*CODE, here, here.parent / "proposals", here.parent, here.parent / "defenses", *code)

@@ -19,10 +19,10 @@ from hiddenlab.proposals.ridge import KnownRows, ridge_probe
 from hiddenlab.proposals.store import (
     FORMAT,
     Released,
-    cached_path,
     collected,
     has_trained_probe,
     identity_of,
+    is_cached,
     load_cached,
     release_windows,
     save_cached,
@@ -85,7 +85,7 @@ def collect_layers(
     models = [
         model
         for model in models
-        if not has_trained_probe(model, info) and not cached_path(_known_identity(model, stages)).is_file()
+        if not has_trained_probe(model, info) and not is_cached(_known_identity(model, stages))
     ]
     if not models:
         return

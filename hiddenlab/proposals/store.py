@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +33,7 @@ from hiddenlab.proposals.probe import (
 )
 from hiddenlab.proposals.sorted_states import Contexts
 from hiddenlab.secret_maps import is_mapped
-from hiddenlab.stages import added_rows
+from hiddenlab.stages import Defense, added_rows, is_own
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo, Progress, Site, silent
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
@@ -42,6 +44,10 @@ Released = tuple[Observation, GroundTruth]
 
 FORMAT = 4
 _STOPPED: dict[Path, Training] = {}  # by the place of the probe in the cache
+OWN = "own"  # in what a cached file depends on: marks of a user's own stages
+MOST_OWN = 32  # things that are kept in memory of what was made behind such stages
+_MARKS: WeakKeyDictionary[type, str] = WeakKeyDictionary()
+_OF_OWN: dict[Path, dict[str, torch.Tensor]] = {}  # by the place that they would have in the cache
 WAITING = "waiting for another process that trains this probe"
 # Floating-point operations spent on the attacker's own training states: about 50 s on two CPU cores that multiply
 # bfloat16.
@@ -81,7 +87,7 @@ def training_channel(model: TruncatedModel, info: ObservationInfo) -> list[str]:
         defense.spec
         for defense in channel.defenses
         if not added_rows(defense)
-        and not _only_permutes(defense)
+        and not _only_permutes(defense, model)
         and not is_mapped(defense.publish(ObservationInfo("", (), Site(1))))
     ]
     fast = fast_dtype(model.device)
@@ -91,15 +97,19 @@ def training_channel(model: TruncatedModel, info: ObservationInfo) -> list[str]:
     return stages
 
 
-def _only_permutes(defense: object) -> bool:
-    options = {"dtype": "float32", "quantization": None}
-    if defense.provider(dict(options)) != options:  # type: ignore[attr-defined]
+def _only_permutes(stage: Defense, model: TruncatedModel) -> bool:
+    """Return whether a stage leaves every value as it is, or in another place; one that cannot be tried may not."""
+    options: dict[str, Any] = {"dtype": "float32", "quantization": None}
+    drawn = torch.Generator().manual_seed(0)
+    rows = torch.randn(5, model.width, generator=drawn)
+    try:
+        if stage.provider(dict(options)) != options:
+            return False
+        if not torch.equal(stage.inputs(rows, rows, drawn), rows):
+            return False
+        states = stage.states(rows, drawn)[0]
+    except Exception:  # the code of a stage of one's own may want rows of a text
         return False
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(5, 64, generator=generator)
-    if not torch.equal(defense.inputs(rows, rows, generator), rows):  # type: ignore[attr-defined]
-        return False
-    states = defense.states(rows, generator)[0]  # type: ignore[attr-defined]
     return states.shape == rows.shape and torch.equal(
         states.flatten().sort().values, rows.flatten().sort().values
     )
@@ -251,7 +261,7 @@ def has_trained_probe(model: TruncatedModel, info: ObservationInfo) -> bool:
     """Return whether the cache holds a trained probe for a channel."""
     settings = probe_settings(info.columns_permuted is not None)
     identity = identity_of(model, training_channel(model, info)) | {"tokens": training_tokens(model)}
-    return cached_path(identity | {"settings": asdict(settings)}).is_file()
+    return is_cached(identity | {"settings": asdict(settings)})
 
 
 def _contexts_for(
@@ -382,7 +392,12 @@ def adapter_for(model: TruncatedModel, progress: Progress = silent) -> tuple[Ada
 
 
 def identity_of(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
-    """Return what states depend on, the first part of the key of a cached file."""
+    """Return what states depend on, the first part of the key of a cached file.
+
+    A user's own stage is known by its spec alone, and its code may change or draw a key once for a process. So what was
+    made behind one counts in this process alone, and for its class as it is now.
+    """
+    own = [_mark(type(stage)) for stage in Channel.parse(channel).defenses if is_own(stage)]
     return {
         "format": FORMAT,
         "signature": model.signature,
@@ -395,7 +410,18 @@ def identity_of(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
         "channel": channel,
         # Without a tokenizer the training windows hold no text.
         **({} if model.tokenizer is not None else {"text": False}),
+        **({OWN: own} if own else {}),
     }
+
+
+def _mark(kind: type) -> str:
+    """Return a name for a class that no other class has, in this process or in another one."""
+    return _MARKS.setdefault(kind, token_hex(8))
+
+
+def is_cached(identity: dict[str, Any]) -> bool:
+    """Return whether ``load_cached`` finds something, if it is not damaged."""
+    return cached_path(identity) in _OF_OWN if OWN in identity else cached_path(identity).is_file()
 
 
 def cached_path(identity: dict[str, Any]) -> Path:
@@ -405,6 +431,9 @@ def cached_path(identity: dict[str, Any]) -> Path:
 def load_cached(identity: dict[str, Any], model: TruncatedModel) -> dict[str, torch.Tensor] | None:
     """Return what ``save_cached`` wrote; None where there is no file, or a damaged one."""
     path = cached_path(identity)
+    if OWN in identity:
+        kept = _OF_OWN.get(path)
+        return None if kept is None else {name: value.to(model.device) for name, value in kept.items()}
     if path.is_file():
         with suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -415,6 +444,11 @@ def load_cached(identity: dict[str, Any], model: TruncatedModel) -> dict[str, to
 
 def save_cached(identity: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     given = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    if OWN in identity:
+        _OF_OWN[cached_path(identity)] = given
+        while len(_OF_OWN) > MOST_OWN:
+            _OF_OWN.pop(next(iter(_OF_OWN)))
+        return
     metadata = {"hiddenlab": json.dumps(identity), "digest": _digest_of_tensors(given)}
     save_tensors(cached_path(identity), given, metadata)
 

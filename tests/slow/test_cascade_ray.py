@@ -324,7 +324,7 @@ def test_objects_carry_the_same(cascade: RayCascade, local: LocalCascade, path: 
 
 
 @pytest.mark.parametrize(
-    ("spec", "transport"), [("client:first=1,last=1", "tcp"), ("masked-sums|secret-maps", "objects")]
+    ("spec", "transport"), [("client:first=1,last=1", "tcp"), ("masked-sums+secret-maps", "objects")]
 )
 def test_a_hardened_cluster_gives_the_same(local: LocalCascade, path: str, spec: str, transport: str) -> None:
     nodes = Backend(
