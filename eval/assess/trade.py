@@ -11,12 +11,13 @@ from hiddenlab.channels import Channel
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.eval.assess.cell import assessment
-from hiddenlab.eval.assess.price import utility_of
+from hiddenlab.eval.assess.price import UTILITY_TOKENS, utility_of
 from hiddenlab.eval.cells import Worded
 from hiddenlab.job import prepare
 from hiddenlab.registry import stages_of
 from hiddenlab.types import Progress, silent
 
+TEXTS = 20  # on which the strength is searched, of up to UTILITY_TOKENS tokens
 HALVINGS = 6  # of the range of strengths: within 1/64 of it, on a scale of logarithms
 RANGE = re.compile(r"([\d.e+-]+?)\.\.([\d.e+-]+)")
 
@@ -25,7 +26,8 @@ def strongest(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     """Find the strongest defense of a family that keeps enough of the model's next tokens, and assess it.
 
     The noise alone is what costs quality: whoever holds the key undoes the map. So strength is searched without the
-    map, by halving, which supposes that a stronger one never keeps more.
+    map, by halving, which supposes that a stronger one never keeps more. It is searched on longer texts than those that
+    are attacked: behind few tokens noise does more harm, and a stronger one is still of use for longer texts.
 
     Args:
         spec: family (a spec with a range of strengths, ``gaussian:sigma=0.001..1``, the weakest first; without a range
@@ -39,19 +41,24 @@ def strongest(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     options = {
         name: value for name, value in spec.items() if name not in ("family", "map", "loss", "minutes")
     }
-    job = prepare(replace(AttackConfig.from_json(options), attack="vocab-match"), progress)
+    config = AttackConfig.from_json(options)
+    limit = max(TEXTS, config.limit or TEXTS)
+    config = replace(config, attack="vocab-match", limit=limit, max_tokens=UTILITY_TOKENS)
+    job = prepare(config, progress)
+    measured = dict[str, Any]()
 
     def kept(stage: str) -> float:
         channel = Channel.parse([stage])
         found = utility_of(job.model, channel, job.cases, job.config.seed, progress)
         if "reason" in found:
             raise NotApplicableError(f"{stage}: {found['reason']}")
-        return float(found["top1_agreement"]["value"])
+        measured[stage] = found["top1_agreement"]
+        return float(measured[stage]["value"])
 
     stage = strongest_of(spec["family"], 1 - spec["loss"], kept)
     stages = [stage, *(one for one in stages_of(spec["map"]) if one != "identity")]
     found = assessment({**options, "defense": stages, "minutes": spec["minutes"]}, folder, progress)
-    return Worded(found.figures, {"strongest": stage, **found.words})
+    return Worded({**found.figures, "kept": measured[stage]}, {"strongest": stage, **found.words})
 
 
 def strongest_of(family: str, least: float, kept: Callable[[str], float]) -> str:

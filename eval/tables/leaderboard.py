@@ -5,7 +5,8 @@ from typing import Any
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError
 from hiddenlab.eval.assess.command import check_minutes
-from hiddenlab.eval.assess.trade import specs_of
+from hiddenlab.eval.assess.price import UTILITY_TOKENS
+from hiddenlab.eval.assess.trade import TEXTS, specs_of
 from hiddenlab.eval.cells import Cell, Experiment, Setting, attack_cell, split_specs
 from hiddenlab.types import STREAMS
 
@@ -107,7 +108,7 @@ def trade_off(
 ) -> Experiment:
     """Assess the strongest noise of each kind that keeps the model useful, alone and behind secret maps.
 
-    A weaker noise leaks more. So if the strongest one that is allowed leaks, its whole kind does.
+    A weaker noise leaks more. So if the strongest one that is allowed leaks, all of its kind that are allowed do.
 
     Args:
         families: specs with a range of strengths, the weakest first, such as ``gaussian:sigma=0.001..1``; those of
@@ -135,12 +136,13 @@ def trade_off(
     return Experiment(
         "Does any noise that keeps the model useful hide a prompt?",
         cells,
-        FIGURES,
+        {**FIGURES, "kept": "kept by the noise alone, on longer texts"},
         [
             f"Strongest: the most noise of its kind with which at least {1 - loss:.0%} of the model's next tokens stay "
             "the same, found by halving the range. Of noise without a range there is one strength.",
-            "The strength is found without the map. 'Same next token' is of noise and map together: it is lower where "
-            "a map costs quality as well.",
+            f"The strength is found without the map, on {TEXTS} texts of up to {UTILITY_TOKENS} tokens or all that "
+            "there are. 'Same next token' is of noise and map together, on the shorter prompts that are attacked: it "
+            "is lower where a map costs quality as well, and since noise does more harm behind few tokens.",
             *NOTES, _asked(setting, source, minutes),
         ],
         against="top1_agreement",

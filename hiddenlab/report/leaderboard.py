@@ -14,7 +14,18 @@ Each row is one assessment by `hiddenlab assess`: a defense, on one model, at on
 stands first. Of two that leak alike, the one stands first that keeps more of the model's next tokens. Rows of which
 nothing follows (INCONCLUSIVE) stand last, whatever was read. A defense is of use where the leak is small and most next
 tokens stay the same. A dash means not measured, or no attack. What the verdicts mean, what was recovered, and all
-figures stand below."""
+figures stand below.
+
+- Each row is the mildest case for the defense: each prompt is released once, under a key of its own, and the attacker
+  has no other text of that key. He knows the code and the public facts. `--key`, `--known` and `--releases` of
+  `hiddenlab assess` give him more.
+- The attack is the one that read most of the prompt that leaked most.
+- The commit is the version of the lab that measured the row. Later versions may read more. So a leak is what at least
+  comes back, and a row that says HELD is of that version's attacks.
+- Time decides where attacks need more of it than they have. The commands behind the last table say how many minutes,
+  prompts and processor threads a row had. A faster machine reads at least as much.
+- To repeat a row, take the defense as it stands here: `hiddenlab assess DEFENSE --layer LAYER --limit 20 --max-tokens
+  40 --threads 1` for the built-in model, with `--model MODEL --limit 10` for the other one."""
 SHORT = ("verdict", "leak", "top1_agreement", "attack")  # behind the keys that differ
 
 
@@ -49,9 +60,10 @@ def short_table(table: Mapping[str, Any]) -> list[str]:
     keys = list(rows[0]["keys"]) if rows else []
     varying = [key for key in keys if len({str(row["keys"].get(key)) for row in rows}) > 1]
     wanted = [*varying, *(table["figures"].get(name, name) for name in SHORT)]
-    head = [name for name in wanted if name in cells.header]
+    head = [*(name for name in wanted if name in cells.header), "commit"]
     lines = [dict(zip(cells.header, line, strict=True)) for line in cells.rows]
-    for line in lines:
+    for line, row in zip(lines, rows, strict=True):
+        line["commit"] = row.get("commit") or "–"
         if "attack" in line:  # without its parameters
             line["attack"] = line["attack"].partition(":")[0]
     shown = [[markdown(line[name]) for name in head] for line in lines]
