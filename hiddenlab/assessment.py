@@ -29,6 +29,7 @@ class Has(TypedDict):
     releases: Count
     known: Count
     chosen: Count
+    attacks: list[str]
     words: str
     reads: Reads | None
 

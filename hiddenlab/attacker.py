@@ -18,7 +18,7 @@ Texts = Annotated[int, Field(ge=0, le=MOST_TEXTS)]
 
 @dataclass(frozen=True)
 class Attacker:
-    """Hold what an attacker knows, of which texts he also sees the rows, and how long a key of the defense lives.
+    """Hold what an attacker knows, of which texts he also sees the rows, how long a key lives, and attacks of his own.
 
     A key is what a defense draws once for several requests, if several share it: an order, a permutation, a matrix
     (``hiddenlab.utils.random.key_of``). Noise is drawn afresh for each request, whatever the key.
@@ -81,6 +81,17 @@ class Attacker:
         ),
     ] = 0
 
+    attacks: Annotated[
+        tuple[str, ...],
+        Option(
+            "--attack",
+            metavar="FILE.py",
+            rich_help_panel=PANEL,
+            help="An attack of your own that is made for this defense; it goes first, beside those of the lab. May be "
+            "given several times.",
+        ),
+    ] = ()
+
     def __post_init__(self) -> None:
         if self.releases > 1 and self.knows == "nothing":
             raise InputError(
@@ -110,11 +121,12 @@ class Attacker:
         has = f"has {' and '.join(texts)} under {under[self.key]}" if texts else ""
         seen = "under one key" if self.key != "request" else "under a fresh key each time"
         sees = f"sees each prompt released {self.releases} times {seen}" if self.releases > 1 else ""
-        return " and ".join(filter(None, (knows, sees, has)))
+        made = f"has {count_of(len(self.attacks), 'attack')} of his own" if self.attacks else ""
+        return " and ".join(filter(None, (knows, sees, has, made)))
 
     def to_json(self) -> dict[str, Any]:
         """Return all options by name, as JSON values."""
-        return asdict(self)
+        return {**asdict(self), "attacks": list(self.attacks)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = "the attacker") -> "Attacker":

@@ -66,7 +66,7 @@ class RunRecord:
     inputs_sha256: str | None = None
     prompts: Count | None = None
     seeds: dict[str, int] = field(default_factory=dict)
-    setup: dict[str, Finite | str | None] = field(default_factory=dict)
+    setup: dict[str, Finite | str | list[str] | None] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
     error: str | None = None
     resumed: list[Resumed] = field(default_factory=list)

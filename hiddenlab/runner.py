@@ -319,7 +319,7 @@ def _record_setup(recorder: Recorder, measured: Mapping[str, float | str]) -> No
     """Record what preparation measured; seconds add up over the parts of a resumed run, channels and workers."""
     before = recorder.record.setup
     spent = {
-        name: value + float(before.get(name) or 0.0)
+        name: value + (earlier if isinstance(earlier := before.get(name), float) else 0.0)
         for name, value in measured.items()
         if name.endswith("seconds") and isinstance(value, float)
     }

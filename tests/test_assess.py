@@ -625,12 +625,14 @@ def test_tables_of_a_leaderboard_are_read_as_one() -> None:
             "reason": None,
         }
         row["keys"]["model"] = "alike"
+        row["commit"] = "abc" if row["figures"] else None
         for figure in row["figures"].values():
             figure |= {"low": figure["value"], "high": figure["value"], "n": 1}
     assert short_table(whole.table) == [
-        "| defense | verdict | what leaks | attack |", "|---|---|---|---|",
-        "| leaderboard-b 0.1 | V | 10.0 % | vocab-match |", "| leaderboard-a 0.9 | V | 90.0 % | vocab-match |",
-        "| leaderboard-a None | V | – | vocab-match |",
+        "| defense | verdict | what leaks | attack | commit |", "|---|---|---|---|---|",
+        "| leaderboard-b 0.1 | V | 10.0 % | vocab-match | abc |",
+        "| leaderboard-a 0.9 | V | 90.0 % | vocab-match | abc |",
+        "| leaderboard-a None | V | – | vocab-match | – |",
     ]  # fmt: skip
     assert rest is other and whole.table["experiment"] == "leaderboard"
     assert [row["keys"]["defense"] for row in whole.table["rows"]] == [

@@ -129,9 +129,9 @@ def test_a_step_supposes_a_defense(tiny_model: Truncated) -> None:
 
 
 def test_who_knows_nothing_tries_suppositions_before_what_has_no_end() -> None:
-    names = [step.name for step in steps_of("nothing", ATTACKS)]
+    names = [step.name for step in steps_of(Attacker(knows="nothing"), ATTACKS)]
     assert len(set(names)) == len(names) == len(ATTACKS) + len(SUPPOSED) and names[-1] == ATTACKS[-1].name
-    assert steps_of("facts", ATTACKS) == steps_of("code", ATTACKS) == ATTACKS
+    assert steps_of(Attacker(knows="facts"), ATTACKS) == steps_of(Attacker(), ATTACKS) == ATTACKS
 
 
 class Turned(Stage):

@@ -78,6 +78,7 @@ def test_a_record_holds_the_findings_and_what_each_attack_read(
         "releases": 1,
         "known": 0,
         "chosen": 0,
+        "attacks": [],
     }
     assert str(made) == repr(made) == made.findings["sentence"] and made.status == "BROKEN"
     read = [line for line in samples if line["attack"] == "knowing" and line["status"] == "attacked"]

@@ -10,18 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from hiddenlab import registry
 from hiddenlab.attacker import Attacker
 from hiddenlab.channels import Channel
+from hiddenlab.cli import app
 from hiddenlab.config import AttackConfig
-from hiddenlab.errors import InputError
+from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.eval.assess import command, control
 from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.control import guesses
 from hiddenlab.eval.assess.ensemble import OUT_OF_TIME, RAN, Attempt, Step, attack_all, solved
 from hiddenlab.eval.assess.readings import Reading, by_one_attack, is_misled
-from hiddenlab.eval.assess.subject import distinct
+from hiddenlab.eval.assess.subject import digest, distinct
 from hiddenlab.eval.assess.verdict import leak_of
 from hiddenlab.eval.cells import Cell
 from hiddenlab.eval.measures.intervals import wilson
@@ -36,7 +38,7 @@ from hiddenlab.proposals.store import (
     save_cached,
     training_channel,
 )
-from hiddenlab.records import Recorder, RunRecord
+from hiddenlab.records import Recorder, RunRecord, read_run
 from hiddenlab.registry import stages_of
 from hiddenlab.repeated import together
 from hiddenlab.scoring import score
@@ -320,6 +322,69 @@ def test_a_model_that_cannot_read_planted_texts_is_assessed_without_them(
     found = assess(config, 1.0, keep=False, progress=lambda name, *_: heard.append(name)).findings
     assert found["secrets"] is None and found["leak"]["value"] == 1
     assert any("no secrets are planted" in name for name in heard)
+
+
+# ---- attacks made for a defense
+
+
+class Scaled(Stage):
+    """Multiplies each row by a secret factor of its own."""
+
+    spec = "scaled-rows"
+
+    def states(self, states: torch.Tensor, generator: torch.Generator) -> Any:
+        drawn = torch.rand(len(states), 1, generator=generator, device=generator.device)
+        return states * (1 + 9 * drawn.to(states)), None, {}
+
+
+NEAREST = Path(__file__).parents[1] / "tests/plugin/hiddenlab_example/nearest.py"
+
+
+def test_an_attack_of_ones_own_is_tried_first(
+    tiny: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No attack of the lab undoes a factor for each row; the direction of a row is enough for one that knows of it."""
+    registry.register("defenses", "scaled-rows", Scaled)
+    monkeypatch.setattr(command, "ATTACKS", steps("planted"))
+    prompts, mine = tmp_path / "prompts.txt", tmp_path / "undo.py"
+    prompts.write_text("abcdefgh\nijklmnop\nqrstuvwx\n")
+    mine.write_text(NEAREST.read_text())
+    where: dict[str, Any] = {
+        "prompts": str(prompts),
+        "layer": 0,
+        "stream": "embed",
+        "defense": ("scaled-rows",),
+    }
+    config = AttackConfig(model=tiny("llama", tokenizer=True), **where)
+    alone = assess(config, 1.0, keep=False).findings
+    made = assess(config, 1.0, tmp_path / "run", attacker=Attacker(attacks=(str(mine),)))
+    found = made.findings
+    assert alone["status"] != "BROKEN" and found["status"] == "BROKEN"
+    assert [one["attack"] for one in found["attacks"]] == [str(mine), "planted"]
+    assert "an attacker who has 1 attack of his own" in found["sentence"]
+    record, _ = read_run(tmp_path / "run")
+    assert record.setup["attacks"] == [str(mine)]
+    before = digest([], [str(mine)])
+    mine.write_text(mine.read_text() + "\n")
+    assert before != digest([], [str(mine)]), "what was read with other code is not gone on with"
+    refused = CliRunner().invoke(app, ["rerun", str(tmp_path / "run"), "--resume"])
+    assert refused.exit_code == 2 and "ran code of" in refused.output + refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("attacks", "said"),
+    [
+        (("unsure",), "tried already"),
+        (("planted", "planted"), "tried already"),
+        (("there/is/none.py",), "none.py"),
+    ],
+)
+def test_an_attack_that_cannot_be_added_is_refused(
+    tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch, attacks: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr(command, "ATTACKS", steps("unsure"))
+    with pytest.raises(HiddenlabError, match=said):
+        assess(AttackConfig(model=tiny("llama")), 1.0, keep=False, attacker=Attacker(attacks=attacks))
 
 
 # ---- how a defense of several stages is written

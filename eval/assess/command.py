@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hiddenlab import registry
 from hiddenlab.assessment import Assessment
 from hiddenlab.attacker import Attacker
 from hiddenlab.channels import Channel
+from hiddenlab.code_files import load_named
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
 from hiddenlab.eval.assess.belief import Belief
@@ -106,7 +108,8 @@ def assess(
     """
     check_minutes(minutes)
     attacker = attacker or Attacker()
-    if config.observation is not None and attacker != Attacker():
+    check_attacks(attacker)
+    if config.observation is not None and replace(attacker, attacks=()) != Attacker():
         raise InputError(
             "--knows, --key, --releases, --known and --chosen go with a DEFENSE that releases prompts, and not with "
             "--observation"
@@ -137,7 +140,7 @@ def assess(
         subject, rows = released(subject, progress)
         record = RunRecord(
             verb=VERB, spec=job.config.to_json(), seeds={"seed": subject.seed}, prompts=len(subject.cases),
-            inputs_sha256=digest(rows), setup={"minutes": float(minutes), **attacker.to_json()},
+            inputs_sha256=digest(rows, attacker.attacks), setup={"minutes": float(minutes), **attacker.to_json()},
         )  # fmt: skip
         recorder = _recorder(
             record, attacker, None if out is None else Path(out), Path(runs_dir), keep, resume, progress
@@ -170,6 +173,7 @@ def assess_channel(
 ) -> Assessment:
     """Assess a channel with a loaded model, without a record; see ``hiddenlab.api.assess``."""
     check_minutes(minutes)
+    check_attacks(attacker or Attacker())
     given = load_prompts(None, limit=PROMPTS) if prompts is None else named(prompts)
     cases = distinct(cases_of(given, model, max_tokens), progress)
     specs = tuple(defense.spec for defense in channel.defenses)
@@ -180,6 +184,22 @@ def assess_channel(
     subject, rows = released(subject, progress)
     recorder = Recorder.create(RunRecord(verb=VERB, spec={}), keep=False)
     return Assessment.of(judge(subject, rows, minutes, recorder, progress))
+
+
+def check_attacks(attacker: Attacker) -> None:
+    """Load the code of an attacker's own attacks, and build each once.
+
+    Raises:
+        InputError: there is no such attack, it cannot be built from its spec, or the lab tries it already.
+    """
+    lab = {step.name for step in ATTACKS}
+    for number, spec in enumerate(attacker.attacks):
+        if spec in lab or spec in attacker.attacks[:number]:
+            raise InputError(
+                f"--attack {spec} is tried already; name an attack of your own, FILE.py:KEY=VALUE"
+            )
+        load_named("attacks", spec)
+        registry.build("attacks", spec)
 
 
 def check_minutes(minutes: float) -> None:
@@ -203,7 +223,7 @@ def _recorder(
 ) -> Recorder:
     """Return a new record, or that of the same assessment that was interrupted."""
     assert record.inputs_sha256 is not None
-    attacks = [step.name for step in steps_of(attacker.knows, ATTACKS)]
+    attacks = [step.name for step in steps_of(attacker, ATTACKS)]
     found = Path(resume) if resume is not None else None
     if found is not None and not of_attacks(read_run(found)[1], attacks):
         raise InputError(
@@ -249,7 +269,7 @@ def judge(
         InputError: tokens were replaced, and no truth says by which.
     """
     model, cases, seed = subject.model, everything(subject), subject.seed
-    own, steps = len(subject.cases), steps_of(subject.attacker.knows, ATTACKS)
+    own, steps = len(subject.cases), steps_of(subject.attacker, ATTACKS)
     replaced = are_replaced(rows[0].info)
     if replaced and not subject.truth:
         raise InputError(
@@ -394,7 +414,7 @@ def _undefended(
     shown = [observation for observation, _ in release_all(model, Channel([]), cases, subject.seed)]
     lengths = [len(truth_of(case).tokens) for case in cases]
     told = list[dict[str, Any]]()
-    steps = {step.name: step for step in steps_of(subject.attacker.knows, ATTACKS)}
+    steps = {step.name: step for step in steps_of(subject.attacker, ATTACKS)}
     for number, attempt in enumerate(attempts):
         if attempt.status in (CRASHED, NOT_APPLICABLE):
             continue

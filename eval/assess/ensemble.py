@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hiddenlab import registry
+from hiddenlab.attacker import Attacker
 from hiddenlab.base import Attack
 from hiddenlab.channels import Channel
 from hiddenlab.errors import HiddenlabError, NotApplicableError
@@ -58,6 +59,7 @@ class Step:
 TOGETHER = 2  # prompts that an attack gets at once; running out of time costs what it read of these
 LOOK = 0.25  # of the time, for a look at one prompt with each attack
 LEAD = 0.9  # of the time behind the look, for the attack that leads
+OWN = 14.0  # weight of an attack that was made for the defense: it may take half of the time
 QUICK = "vocab-match:setup=quick,budget=256"
 # Those for one kind of rows come first: elsewhere they are refused at once. The others in the order of their cost.
 ATTACKS = (
@@ -129,16 +131,17 @@ class Diary(Protocol):
         """Keep what an attack did until its time, or its prompts, came to an end."""
 
 
-def steps_of(knows: str, steps: Sequence[Step]) -> Sequence[Step]:
-    """Return the steps of an attacker: who knows nothing of the defense supposes one after another as well.
+def steps_of(attacker: Attacker, steps: Sequence[Step]) -> Sequence[Step]:
+    """Return the steps of an attacker: attacks of his own first; who knows nothing of the defense supposes others.
 
     Args:
-        steps: of who knows it.
+        steps: of who knows it and has no attack of his own.
     """
-    if knows != "nothing":
-        return steps
+    own = [Step(spec, weight=OWN) for spec in attacker.attacks]
+    if attacker.knows != "nothing":
+        return (*own, *steps)
     ended, endless = ([step for step in steps if step.endless is kind] for kind in (False, True))
-    return (*ended, *SUPPOSED, *endless)
+    return (*own, *ended, *SUPPOSED, *endless)
 
 
 def verified(result: AttackResult) -> int:

@@ -11,6 +11,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.eval.assess.readings import truth_of
 from hiddenlab.eval.assess.secrets import Planted, planted
 from hiddenlab.eval.assess.session import release_all
+from hiddenlab.eval.files import contents_of
 from hiddenlab.job import Case
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.tokens import most_tokens
@@ -113,9 +114,13 @@ def _planted_cases(subject: Subject, texts: Sequence[Planted]) -> list[Case]:
     ]
 
 
-def digest(observations: Sequence[Observation]) -> str:
-    """Return a digest of rows and public facts: whatever was kept of other ones is not about these."""
-    digest = hashlib.sha256()
+def digest(observations: Sequence[Observation], attacks: Sequence[str] = ()) -> str:
+    """Return a digest of rows, public facts and code of attacks: whatever was kept of other ones is not about these.
+
+    Args:
+        attacks: specs; those that name files count with what is in these.
+    """
+    digest = hashlib.sha256(json.dumps(contents_of({"attack": list(attacks)})).encode() if attacks else b"")
     seen = [
         [one, *([one.first] if one.first else []), *(text.shown for text in one.known)]
         for one in observations

@@ -24,7 +24,7 @@ def wilson(share: float, count: float) -> tuple[float, float]:
     z = float(stats.norm.ppf((1 + LEVEL) / 2))
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return (max(0.0, middle - half) if share > 0 else 0.0), (min(1.0, middle + half) if share < 1 else 1.0)
 
 
 def share(hits: Sequence[bool]) -> Estimate:

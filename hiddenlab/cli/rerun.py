@@ -110,9 +110,10 @@ def rerun(
 
 
 def _specs(record: RunRecord) -> list[str]:
-    """Return the specs of a run's attack and defenses."""
+    """Return the specs of a run's attacks and defenses."""
     config = AttackConfig.from_json(record.spec)
-    return [config.attack, *config.defense]
+    own = record.setup.get("attacks") if record.verb == "assess" else None
+    return [config.attack, *config.defense, *(own if isinstance(own, list) else ())]
 
 
 def _stay_local() -> None:

@@ -197,7 +197,7 @@ def _load_run(path: Path) -> Run:
     needed = {"spec": record.spec, "summary": record.summary or {}}
     summary = check(needed, _Shown, str(path / RECORD)).summary
     if not summary:  # the run has not ended
-        setup = {name: value for name, value in record.setup.items() if not isinstance(value, str)}
+        setup = {name: value for name, value in record.setup.items() if not isinstance(value, str | list)}
         summary = {**setup, **summarise(samples)}
     return Run(path, record, samples, summary)
 
