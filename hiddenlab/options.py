@@ -107,8 +107,8 @@ _defense = Option(
     "--defense",
     metavar="SPEC",
     rich_help_panel=DEFENSE,
-    help="What the provider does to the states; applied in order; see 'hiddenlab list defenses'. "
-    "One of your own: FILE.py:KEY=VALUE.",
+    help="What the provider does to the states; several, applied in order, or joined by '+'; see 'hiddenlab list "
+    "defenses'. One of your own: FILE.py:KEY=VALUE.",
 )
 DefenseOpt = Annotated[tuple[str, ...], _defense]
 DefensesOpt = Annotated[list[str] | None, _defense]
