@@ -191,7 +191,7 @@ def test_the_plan_counts_the_nodes_layers_and_claims_nothing_unmeasured(tiny: Ti
         ("clent:first=1", "did you mean client"),
         ("client:first=2+client:first=3", "names client twice"),
         ("client:first=one", "cannot use first='one'"),
-        ("client:first=1|", "has an empty part"),
+        ("client:first=1+", "has an empty part"),
         ("noise:sigma=0.1", "needs layers of the client"),
         ("client:first=1+noise:sigma=0", "above 0"),
         ("shares+client:first=1", "stands alone"),
