@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.control import guesses
 from hiddenlab.eval.assess.ensemble import OUT_OF_TIME, RAN, Attempt, Step, attack_all, solved
 from hiddenlab.eval.assess.readings import Reading, by_one_attack, is_misled
-from hiddenlab.eval.assess.subject import digest, distinct
+from hiddenlab.eval.assess.secrets import Planted
+from hiddenlab.eval.assess.subject import Subject, digest, distinct, everything
 from hiddenlab.eval.assess.verdict import leak_of
 from hiddenlab.eval.cells import Cell
 from hiddenlab.eval.measures.intervals import wilson
@@ -83,6 +85,11 @@ def test_a_prompt_that_is_given_twice_counts_once(tiny_model: Truncated) -> None
     )
     assert [one.index for one in kept] == [0, 1, 4, 5]
     assert "left out 2 prompts" in heard[0]
+    model = tiny_model("llama", 1)
+    subject = Subject(model, None, kept[:3], [Planted("x", "x")], 0, (), "tiny")
+    tokens = {"tokenize": lambda text: [5]}
+    everyone = everything(replace(subject, model=SimpleNamespace(**tokens)))
+    assert len({one.index for one in everyone}) == len(everyone) == 4, "draws and records go by the index"
 
 
 def test_a_verified_token_between_shown_rows_says_nothing_of_the_rows(tiny_model: Truncated) -> None:
@@ -301,7 +308,7 @@ def test_without_the_defense_attacks_take_no_more_time_than_with_it(
     monkeypatch.setattr(command, "attack_all", attacked)
     monkeypatch.setattr(command, "ATTACKS", steps("unsure"))
     prompts = cases_of([Prompt("p001", "x", "", tokens=(5, 6))], model)
-    subject = command.Subject(model, Channel([]), prompts, [], 0, (), "tiny")
+    subject = Subject(model, Channel([]), prompts, [], 0, (), "tiny")
     recorder = Recorder.create(RunRecord(verb="assess", spec={}), keep=False)
     tried = [Attempt("unsure", allowed=50.0, status=RAN) for _ in range(3)]
     command._undefended(subject, [0], tried, 60.0, recorder, silent)

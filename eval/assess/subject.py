@@ -107,7 +107,7 @@ def everything(subject: Subject) -> list[Case]:
 
 
 def _planted_cases(subject: Subject, texts: Sequence[Planted]) -> list[Case]:
-    first = len(subject.cases)
+    first = 1 + max(case.index for case in subject.cases)
     return [
         Case(first + i, f"secret {i + 1}", GroundTruth(tuple(subject.model.tokenize(one.text))))
         for i, one in enumerate(texts)

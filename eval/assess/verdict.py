@@ -109,10 +109,11 @@ def sentence_of(found: Evidence, minutes: float, best: str | None, has: str = ""
         more = f" More may: {named(found.short)} ran out of time." if found.short and leak.high < 1 else ""
         return f"{status}{against}: {read} came back{by}{whole}{planted}.{more}"
     if status == HELD:
+        within = f"HELD{against or ' against these attacks'} within {minutes:g} minutes"
+        others = f"which leaves room for up to {_percent(wilson(0.0, leak.n)[1])} of others"
         return (
-            f"HELD{against or ' against these attacks'} within {minutes:g} minutes: {read} came back. Not one prompt "
-            f"came back whole; of other prompts up to {_percent(wilson(0.0, leak.n)[1])} may, by their number. "
-            "This is no proof: another attack may read more."
+            f"{within}: {read} came back. None of {leak.n} prompts came back whole, {others}. This is no proof: another "
+            "attack may read more."
         )
     return f"INCONCLUSIVE{against}: {read} came back{by if not found.truth else ''}, and {_why(found)}."
 
