@@ -112,8 +112,8 @@ def sentence_of(found: Evidence, minutes: float, best: str | None, has: str = ""
         within = f"HELD{against or ' against these attacks'} within {minutes:g} minutes"
         others = f"which leaves room for up to {_percent(wilson(0.0, leak.n)[1])} of others"
         return (
-            f"{within}: {read} came back. None of {leak.n} prompts came back whole, {others}. This is no proof: another "
-            "attack may read more."
+            f"{within}: {read} came back. None of {leak.n} prompts came back whole, {others}. This is no proof: "
+            "another attack may read more."
         )
     return f"INCONCLUSIVE{against}: {read} came back{by if not found.truth else ''}, and {_why(found)}."
 
