@@ -25,7 +25,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.models.load import resolve_model
 from hiddenlab.proposals.probe import fast_dtype
-from hiddenlab.proposals.store import probe_for
+from hiddenlab.proposals.store import identity_of, probe_for
 from hiddenlab.types import ObservationInfo, Progress
 from hiddenlab.utils.cache import cache_path
 from hiddenlab.utils.digests import digest_of
@@ -295,11 +295,8 @@ def _identity(
 ) -> dict[str, Any]:
     other = {} if masked is None else {"masked": resolve_model(masked).path}
     return {
+        **identity_of(model, list(info.channel)),
         "format": FORMAT,
-        "signature": model.signature,
-        "site": asdict(model.site),
-        "channel": list(info.channel),
-        "dtype": str(model.dtype),
         "shards": asdict(shards),
         "recipe": asdict(recipe),
         **other,

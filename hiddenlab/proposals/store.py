@@ -397,7 +397,7 @@ def identity_of(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
     A user's own stage is known by its spec alone, and its code may change or draw a key once for a process. So what was
     made behind one counts in this process alone, and for its class as it is now.
     """
-    own = [_mark(type(stage)) for stage in Channel.parse(channel).defenses if is_own(stage)]
+    own = [type(stage) for stage in Channel.parse(channel).defenses if is_own(stage)]
     return {
         "format": FORMAT,
         "signature": model.signature,
@@ -410,13 +410,8 @@ def identity_of(model: TruncatedModel, channel: list[str]) -> dict[str, Any]:
         "channel": channel,
         # Without a tokenizer the training windows hold no text.
         **({} if model.tokenizer is not None else {"text": False}),
-        **({OWN: own} if own else {}),
+        **({OWN: [_MARKS.setdefault(kind, token_hex(8)) for kind in own]} if own else {}),
     }
-
-
-def _mark(kind: type) -> str:
-    """Return a name for a class that no other class has, in this process or in another one."""
-    return _MARKS.setdefault(kind, token_hex(8))
 
 
 def is_cached(identity: dict[str, Any]) -> bool:
