@@ -111,7 +111,10 @@ class RoundStates(Stage):
         if self.stochastic:
             chance = torch.rand(scaled.shape, generator=generator, device=generator.device).to(scaled)
             step = torch.ones_like(scaled) if whole else _spacing(scaled, kind)
-            rounded = ((scaled / step + chance).floor() * step).clamp(-largest, largest)
+            steps = scaled / step
+            below = steps.floor()
+            up = chance < steps - below  # their sum would be rounded, and move a number that is exact already
+            rounded = ((below + up) * step).clamp(-largest, largest)
         else:
             rounded = scaled.round() if whole else scaled.to(kind).float()
         return rounded * scale, None, {}

@@ -344,7 +344,8 @@ def test_an_observation_holds_nothing_of_the_secret(model: TruncatedModel, specs
     assert observation.info == other.info == channel.release(model, [2], seeded(6))[0].info
     for one, _ in batch:
         # … and the states share memory with nothing: no neighbour's or prefix rows, no order in the strides.
-        assert set(vars(one)) == {"states", "info", "known"} and one.known == ()
+        assert set(vars(one)) == {"states", "info", "known", "first"}
+        assert one.known == () and one.first is None
         assert one.states.is_contiguous() and one.states._base is None
         assert one.states.untyped_storage().nbytes() == one.states.numel() * one.states.element_size()
     assert "not shown" in repr(batch[0][1]) and str(TOKENS[3]) not in repr(batch[0][1])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -101,6 +101,7 @@ def numbers_of(dtype: str) -> Tensor:
 @pytest.mark.parametrize("dtype", [*HALVES, "float8_e4m3fn", "float8_e5m2", "int8", "int4"])
 @settings(max_examples=25)
 @given(size=st.floats(1e-4, 5), seed=st.integers(0, 999))
+@example(size=0.9851381496166478, seed=468)  # of it one number is exact in float16
 def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(
     dtype: str, size: float, seed: int
 ) -> None:

@@ -86,7 +86,7 @@ class _Attacks:
                 else {"attack": f"vocab-match:preset=paper,calibration_texts={self.texts}"}
             )
             named = {**keys, "attack": label, "budget": self.budget or "vocabulary"}
-            channel = f"{method}|{permutation}"
+            channel = f"{method}+{permutation}"
             made.append(
                 attack_cell(
                     self.setting, named, layer, channel, published, budget=self.budget or None, **options

@@ -79,7 +79,7 @@ def noise(
             setting,
             {"method": method, **keys, "channel": channel, "layer": layer, "attack": attack},
             layer,
-            f"{method}|{channel}",
+            f"{method}+{channel}",
             _published(method, channel, layer),
             **options,
         )
@@ -130,7 +130,7 @@ def noise_utility(setting: Setting, sigmas: str | float = SIGMAS, channel: str =
         place = {**keys, "channel": channel, "layer": layer}
         published = _published(spec, channel, layer)
         cells += [
-            attack_cell(setting, {"part": READ, **place}, layer, f"{spec}|{channel}", published, attack=BEAM),
+            attack_cell(setting, {"part": READ, **place}, layer, f"{spec}+{channel}", published, attack=BEAM),
             utility_cell(setting, spec, {"part": COST, **place}),
         ]
     return Experiment(
