@@ -25,6 +25,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.stages import Stage
 from hiddenlab.types import GroundTruth, Observation, ObservationInfo
+from tests.marks import slow_cases
 
 torch.set_num_threads(1)
 
@@ -415,20 +416,28 @@ def test_a_sharded_model_gets_a_sharded_provider(
     assert [options["device_map"] for options in asked] == [None, "auto"]
 
 
-def test_model_of_few_positions_is_attacked_within_these(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> TruncatedModel:
+    """A model that takes 16 tokens."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2, initializer_range=0.2,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    small = load_model(str(tmp_path), 1, device="cpu")
-    for defense in ([], ["orthogonal"], ["hidden-perm"], ["random-prefix"]):
-        observation, _ = Channel.parse(defense).release(small, TOKENS)
-        found = [token.token for token in attack(observation, small).tokens]
-        assert found == TOKENS or (
-            defense and len(found) == len(TOKENS)
-        )  # untrained weights tell little of tokens
+    path = tmp_path_factory.mktemp("small")
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return load_model(str(path), 1, device="cpu")
+
+
+@pytest.mark.parametrize("defense", [[], *slow_cases(["orthogonal"], ["hidden-perm"], ["random-prefix"])])
+def test_model_of_few_positions_is_attacked_within_these(small: TruncatedModel, defense: list[str]) -> None:
+    observation, _ = Channel.parse(defense).release(small, TOKENS)
+    found = [token.token for token in attack(observation, small).tokens]
+    assert len(found) == len(TOKENS)
+    assert defense or found == TOKENS, "untrained weights tell little of tokens behind a defense"
+
+
+def test_a_prompt_beyond_a_models_positions_is_refused(small: TruncatedModel) -> None:
     with pytest.raises(InputError, match=r"the prompt has 17 tokens, and \S+ takes 16; cut the prompt"):
         Channel.parse([]).release(small, [1] * 17)
     with pytest.raises(InputError, match=r"has 16 tokens behind a prefix of 1, and \S+ takes 16"):
