@@ -149,8 +149,13 @@ def test_an_attack_that_could_use_some_prompts_alone_says_nothing_of_the_others(
     some.results[0], all_.results[0] = result([1]), result([1])
     all_.results[1] = result([])
     assert ended_with_all([some, all_], shown) == {"all"}
+    few = Attempt("few", status=RAN, results=dict(all_.results), capped=True)
+    assert ended_with_all([some, all_, few], shown) == {"all"}, (
+        "the right token may have been the next candidate"
+    )
     all_.results[1] = result([7], sure=True)  # nobody need read it again
-    assert ended_with_all([some, all_], shown) == {"some", "all"}
+    all_.results[0] = few.results[0] = result([5], sure=True)
+    assert ended_with_all([some, all_, few], shown) == {"some", "all", "few"}
 
 
 # ---- what was read

@@ -35,9 +35,13 @@ def test_the_strongest_noise_that_keeps_the_model_useful_is_assessed(
     alone, behind, none, *_ = rows
     assert alone["words"]["strongest"] == behind["words"]["strongest"]
     sigma = float(alone["words"]["strongest"].partition("sigma=")[2])
-    assert 1e-7 < sigma < 1 and alone["figures"]["top1_agreement"]["value"] >= 0.9
+    assert 1e-7 < sigma < 1 and alone["figures"]["kept"]["value"] >= 0.9
+    # It is sought on all of the texts, and not on the eight tokens of each that are attacked.
+    job = prepare(AttackConfig(**(asked | {"max_tokens": 128}), layer=1))
+    assert max(len(case.truth.tokens) for case in job.cases if case.truth) > 8
+    same = utility_of(job.model, Channel.parse([alone["words"]["strongest"]]), job.cases, 0, silent)
+    assert same["top1_agreement"] == alone["figures"]["kept"]
     # A little more is too much.
-    job = prepare(AttackConfig(**asked, layer=1))
     more = utility_of(job.model, Channel.parse([f"gaussian:sigma={sigma * 2}"]), job.cases, 0, silent)
     assert more["top1_agreement"]["value"] < 0.9
     assert none["status"] == "not run" and "gaussian:sigma=500 keeps" in none["reason"]

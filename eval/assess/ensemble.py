@@ -29,7 +29,8 @@ class Step:
             for as long as there is time, so that running out of it says nothing. inexact: it is for noised or
             rounded rows, and waits where a defense leaves rows exact. beside: it looks for the prompt's own tokens also
             where the model ran others, and rows that are read say nothing more. single: of several releases it gets the
-            first, and not their mean, which has lost last bits.
+            first, and not their mean, which has lost last bits. capped: it tries a few candidates alone, so that its end
+            says nothing of what more of them would read.
     """
 
     attack: str
@@ -39,6 +40,7 @@ class Step:
     inexact: bool = False
     beside: bool = False
     single: bool = False
+    capped: bool = False
     supposes: tuple[str, ...] = ()
 
     @property
@@ -73,7 +75,7 @@ ATTACKS = (
     Step("closed-weights"),  # rows of private, permuted weights
     Step("fingerprint-inversion"),  # projections, TOPLOC proofs, log-probabilities
     Step("missing-tokens", missing=True),  # tokens between shown rows
-    Step(QUICK, weight=2),  # rows as they are, permuted, or behind secret maps
+    Step(QUICK, weight=2, capped=True),  # rows as they are, permuted, or behind secret maps
     Step("planted", weight=2, beside=True, single=True),  # ids in low bits, norms or public facts
     Step("replay"),  # what a defense does alike with every request: a seed that is always 0, one key for all
     Step("shard-reading"),  # anything linear: regressions on what the attacker releases himself
@@ -83,7 +85,7 @@ ATTACKS = (
 # What the attacker supposes who knows nothing of the defense.
 SUPPOSED = (
     *(
-        Step(QUICK, supposes=(stage,))
+        Step(QUICK, supposes=(stage,), capped=True)
         for stage in ("seq-perm", "hidden-perm", "2d-perm", "orthogonal", "row-mixing")
     ),
     Step("beam-decoding", weight=4, supposes=("unknown-gaussian",)),
@@ -105,7 +107,7 @@ class Attempt:
     Attributes:
         attack: the name of its step. allowed, seconds: that it might take, and that it took. status: one of the five
             words above. reason: why it did not run to the end. results: by prompt, what it read. unusable: prompts that
-            it cannot use. refused: it cannot be used here, whatever the prompt.
+            it cannot use. refused: it cannot be used here, whatever the prompt. capped: see ``Step``.
     """
 
     attack: str
@@ -116,6 +118,7 @@ class Attempt:
     results: dict[int, AttackResult] = field(default_factory=dict)
     unusable: set[int] = field(default_factory=set)
     refused: bool = False
+    capped: bool = False
 
 
 class Diary(Protocol):
@@ -169,14 +172,19 @@ def solved(result: AttackResult, observation: Observation) -> bool:
 def ended_with_all(attempts: Sequence[Attempt], observations: Sequence[Observation]) -> set[str]:
     """Return the attacks that ran to their end with every prompt that no attack solved.
 
-    One that could use some of the prompts alone says nothing of how the others withstand.
+    One that could use some of the prompts alone says nothing of how the others withstand, and one that tries a few
+    candidates alone nothing of any that is not solved.
     """
     open_ = {
         i
         for i, observation in enumerate(observations)
         if not any(i in one.results and solved(one.results[i], observation) for one in attempts)
     }
-    return {one.attack for one in attempts if one.status == RAN and open_ <= one.results.keys()}
+    return {
+        one.attack
+        for one in attempts
+        if one.status == RAN and open_ <= one.results.keys() and not (one.capped and open_)
+    }
 
 
 def attack_all(
@@ -295,6 +303,7 @@ class _Run:
         self.step, self._number, self._diary = step, number, diary
         earlier = None if diary is None else diary.earlier(number, step.name)
         self.attempt = Attempt(step.name) if earlier is None else earlier
+        self.attempt.capped = step.capped
         self._model, self._seed, self._progress, self._info = model, seed, progress, info
         self._attack: Attack | None = None
 

@@ -137,7 +137,7 @@ def _why(found: Evidence) -> str:
     if not found.truth:
         return "what was not verified may have been read as well: give the --truth of these rows"
     if not found.able:
-        return "no attack that reads these prompts without the defense could run behind it"
+        return "no attack that reads these prompts without the defense came to its end behind it: give more --minutes"
     return f"the interval reaches above {_percent(LITTLE)}: give more prompts (--limit, --prompts)"
 
 
