@@ -29,8 +29,8 @@ class Step:
             for as long as there is time, so that running out of it says nothing. inexact: it is for noised or
             rounded rows, and waits where a defense leaves rows exact. beside: it looks for the prompt's own tokens also
             where the model ran others, and rows that are read say nothing more. single: of several releases it gets the
-            first, and not their mean, which has lost last bits. capped: it tries a few candidates alone, so that its end
-            says nothing of what more of them would read.
+            first, and not their mean, which has lost last bits. capped: it tries a few candidates alone, so that its
+            end says nothing of what more of them would read.
     """
 
     attack: str
