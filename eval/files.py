@@ -39,7 +39,7 @@ def _texts(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _code(text: str) -> Iterator[tuple[str, Path]]:
     """Yield the Python files that a text names, if it is the spec of an attack, or of stages."""
-    for stage in registry.stages_of(text):
+    for stage in {text, *registry.stages_of(text)}:  # the path of an attack may hold a '+'
         with suppress(InputError):
             name, _ = registry.parse_spec(stage)
             if registry.is_file(name):

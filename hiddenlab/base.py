@@ -144,9 +144,15 @@ class Attack:
         """
         for observation in observations:
             check_observation(observation, self.model, any_width=self.any_width)
+        results = self._recover_batch(observations)
+        for result in results:
+            if wrong := [token for token in result.ids if not 0 <= token < self.model.vocab_size]:
+                raise InputError(
+                    f"{type(self).__name__} returned the token {wrong[0]}, and the model has {self.model.vocab_size}"
+                )
         return [
             replace(result, text=self.model.text(result.ids), pieces=tuple(pieces_of(self.model, result)))
-            for result in self._recover_batch(observations)
+            for result in results
         ]
 
     @property

@@ -89,7 +89,7 @@ def _module(path: Path) -> ModuleType:
     sys.modules[name] = module  # before it runs: dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise InputError(f"{path} cannot be run: {type(error).__name__}: {first_line(error)}") from error
     return module

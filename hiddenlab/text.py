@@ -28,7 +28,7 @@ def count_of(number: int | None, noun: str) -> str:
     return f"{'?' if number is None else number} {noun if number == 1 else several}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error of a library, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
     if isinstance(error, KeyError) and lines:

@@ -22,7 +22,7 @@ from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.eval.assess import command, control
 from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.control import guesses
-from hiddenlab.eval.assess.ensemble import OUT_OF_TIME, RAN, Attempt, Step, attack_all, solved
+from hiddenlab.eval.assess.ensemble import CRASHED, OUT_OF_TIME, RAN, Attempt, Step, attack_all, solved
 from hiddenlab.eval.assess.readings import Reading, by_one_attack, is_misled
 from hiddenlab.eval.assess.secrets import Planted
 from hiddenlab.eval.assess.subject import Subject, digest, distinct, everything
@@ -48,7 +48,7 @@ from hiddenlab.stages import Stage
 from hiddenlab.testing import byte_tokenizer
 from hiddenlab.types import AttackResult, GroundTruth, TokenPrediction, silent
 from tests.planted_faults import noised, planted_in
-from tests.test_assess import fakes, released, steps  # noqa: F401  (a fixture of every test)
+from tests.test_assess import Unsure, fakes, released, steps  # noqa: F401  (a fixture of every test)
 from tests.test_assess_honest import case, result
 
 Truncated = Callable[..., TruncatedModel]
@@ -329,6 +329,49 @@ def test_a_model_that_cannot_read_planted_texts_is_assessed_without_them(
     found = assess(config, 1.0, keep=False, progress=lambda name, *_: heard.append(name)).findings
     assert found["secrets"] is None and found["leak"]["value"] == 1
     assert any("no secrets are planted" in name for name in heard)
+
+
+def test_reading_less_than_is_guessed_is_no_proof_that_little_can_be_read() -> None:
+    few = leak_of([0] * 3, [12] * 3, [30] * 3)
+    assert few.value < 0 and few.high > 0.05
+    many = leak_of([0] * 20, [1] * 20, [40] * 20)
+    assert 0 < many.high < 0.05
+
+
+class Rude(Unsure):
+    """Works in place, or ends the program, or names a token that there is not."""
+
+    def __init__(self, how: str = "exit") -> None:
+        super().__init__()
+        self.how = how
+
+    def _recover(self, observation: Any) -> AttackResult:
+        if self.how == "exit":
+            raise SystemExit(0)
+        if self.how == "in place":
+            observation.states.zero_()
+        token = 10**6 if self.how == "token" else 1
+        return AttackResult((TokenPrediction(token, 0, 0.0, None, 1, False),), 0, 0, 0.0, "complete")
+
+
+@pytest.mark.parametrize(("how", "status"), [("exit", CRASHED), ("token", CRASHED), ("in place", RAN)])
+def test_a_rude_attack_spoils_nothing_but_itself(tiny_model: Truncated, how: str, status: str) -> None:
+    registry.register("attacks", "rude", Rude)
+    model = tiny_model("llama", 1)
+    shown = released(model, [5], [7])
+    made = [Step(f"rude:how={how}"), Step("unsure")]
+    rude, other = attack_all(shown, model, 0, 60.0, silent, made)
+    assert rude.status == status and other.status == RAN
+    assert [other.results[i].ids for i in range(2)] == [[5], [7]]
+
+
+def test_code_behind_a_joined_stage_of_a_record_is_not_run(tmp_path: Path) -> None:
+    spec = AttackConfig(prompt="x").to_json() | {"defense": ["gaussian:sigma=0.1+evil.py:factor=2"]}
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    recorder = Recorder.create(RunRecord(verb="attack", spec=spec), out=tmp_path / "run")
+    recorder.close("interrupted")
+    refused = CliRunner().invoke(app, ["rerun", str(tmp_path / "run"), "--resume"])
+    assert refused.exit_code == 2 and "ran code of evil.py" in refused.output + refused.stderr
 
 
 # ---- attacks made for a defense

@@ -155,6 +155,10 @@ def assess(
         if recorder is not None:
             with suppress(Exception):  # the first error is reported
                 recorder.close("failed", error=f"{type(error).__name__}: {error}")
+        if isinstance(error, SystemExit):  # its code would be taken for a verdict
+            raise InputError(
+                "the code of the defense ended the program; it may raise errors, and not exit"
+            ) from None
         raise
     recorder.close("finished", findings)
     return Assessment.of(findings, recorder.path)

@@ -51,6 +51,8 @@ class Step:
     def seen(self, observation: Observation) -> Observation:
         """Return an observation with what the attack supposes of its defense."""
         seen = observation.first if self.single and observation.first is not None else observation
+        # A copy, since an attack may work in place, and others get the same rows.
+        seen = replace(seen, states=seen.states.clone())
         return replace(seen, info=self.facts(seen.info)) if self.supposes else seen
 
     def facts(self, info: ObservationInfo) -> ObservationInfo:
@@ -96,8 +98,8 @@ RAN, DONE_BEFORE, OUT_OF_TIME, CRASHED, NOT_APPLICABLE = (
 )  # fmt: skip
 
 
-class _OutOfTimeError(Exception):
-    """Ends an attack from within its progress reports."""
+class _OutOfTimeError(BaseException):
+    """Ends an attack from within its progress reports; no Exception, which an attack may catch."""
 
 
 @dataclass
@@ -345,7 +347,8 @@ class _Run:
             status, reason = OUT_OF_TIME, "more time was needed"
         except RecordError:
             raise
-        except Exception as error:  # an attack that fails must not look like a defense that holds
+        # An attack that fails, or ends the program, must not look like a defense that holds.
+        except (Exception, SystemExit) as error:
             kind = "" if isinstance(error, HiddenlabError) else f"{type(error).__name__}: "
             status, reason = CRASHED, kind + first_line(error)
         for name, total in begun_tasks.items():

@@ -48,7 +48,7 @@ def strongest(spec: dict[str, Any], folder: Path, progress: Progress = silent) -
     measured = dict[str, Any]()
 
     def kept(stage: str) -> float:
-        channel = Channel.parse([stage])
+        channel = Channel.parse([stage], files=True)
         found = utility_of(job.model, channel, job.cases, job.config.seed, progress)
         if "reason" in found:
             raise NotApplicableError(f"{stage}: {found['reason']}")

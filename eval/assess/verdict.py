@@ -40,8 +40,11 @@ def leak_of(right: Sequence[int], guessed: Sequence[int], tokens: Sequence[int])
     def beyond(share: float) -> float:
         return (share - control) / (1 - control)
 
-    low, high = min(drawn.low, least), max(drawn.high, most)
-    return Estimate(beyond(drawn.value), beyond(low), beyond(high), len(tokens))
+    low, high = min(drawn.low, least), beyond(max(drawn.high, most))
+    # An attack may read less than is guessed. Then the tokens that are not guessed say alone what it may read of them.
+    not_guessed = max(1.0, (total - sum(guessed)) / alike)
+    high = max(high, wilson(min(1.0, max(0.0, beyond(drawn.value))), not_guessed)[1])
+    return Estimate(beyond(drawn.value), beyond(low), high, len(tokens))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,10 @@ def rerun(
             "too"
         )
     files = [
-        name for name in (registry.parse_spec(spec)[0] for spec in _specs(record)) if registry.is_file(name)
+        name
+        for spec in _specs(record)
+        for name in [registry.parse_spec(stage)[0] for stage in registry.stages_of(spec)]
+        if registry.is_file(name)
     ]
     if files and not trust_remote_code:
         raise InputError(
