@@ -1,6 +1,7 @@
 """What a request says is done as transformers and vLLM define it: the plain model is the oracle."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -353,6 +354,11 @@ def test_each_answer_takes_a_place_and_frees_it(fail_at: int | None) -> None:
         for _ in range(2):
             reply = client.post(COMPLETIONS, json={"model": NAME, "prompt": "x", "n": 3, "max_tokens": 5})
             assert reply.status_code == (200 if fail_at is None else 503)
+            for _ in range(500):  # answers beside the one that failed end behind the reply
+                if not service.taken:
+                    break
+                time.sleep(0.02)
+            assert service.taken == 0
         scripted.fail_at = None
         service.taken += 1
         body = {"model": NAME, "prompt": "x", "n": 3, "max_tokens": 2}

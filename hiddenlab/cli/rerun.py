@@ -157,6 +157,8 @@ def _resume(
         if json:
             whole = {"format": 1, "spec": record.spec, "summary": record.summary, "samples": samples}
             print_json(record.summary if record.verb == "assess" else whole)
+        if record.verb == "assess" and record.summary is not None:  # of its verdict, as the command itself ended
+            raise typer.Exit(int(record.summary["exit_code"]))
         return
     if record.verb == "assess":
         from hiddenlab.cli.assess import conduct as assess
