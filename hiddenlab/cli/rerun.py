@@ -157,7 +157,7 @@ def _resume(
         if json:
             whole = {"format": 1, "spec": record.spec, "summary": record.summary, "samples": samples}
             print_json(record.summary if record.verb == "assess" else whole)
-        if record.verb == "assess" and record.summary is not None:  # of its verdict, as the command itself ended
+        if record.verb == "assess" and record.summary is not None:  # the code of its verdict
             raise typer.Exit(int(record.summary["exit_code"]))
         return
     if record.verb == "assess":
