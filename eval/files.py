@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hiddenlab import registry
-from hiddenlab.errors import InputError
 from hiddenlab.utils.digests import digest_of, digest_of_files
 
 FILES = ("prompts", "model")  # keys of a spec whose values may be paths
@@ -20,7 +19,8 @@ def contents_of(spec: Mapping[str, Any]) -> dict[str, str]:
     """
     found = {}
     for key, text in _texts(spec):
-        for name, path in [(text, Path(text).expanduser())] if key in FILES else _code(text):
+        for name in [text] if key in FILES else registry.files_of(text):
+            path = Path(name if key in FILES else name.partition("::")[0]).expanduser()
             with suppress(OSError, ValueError):  # a text that no path can be is a name
                 if path.is_dir():
                     inside = sorted(one for one in path.iterdir() if one.is_file())
@@ -35,15 +35,6 @@ def _texts(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for one in value if isinstance(value, list | tuple) else [value]:
             if isinstance(one, str) and one:
                 yield key, one
-
-
-def _code(text: str) -> Iterator[tuple[str, Path]]:
-    """Yield the Python files that a text names, if it is the spec of an attack, or of stages."""
-    for stage in {text, *registry.stages_of(text)}:  # the path of an attack may hold a '+'
-        with suppress(InputError):
-            name, _ = registry.parse_spec(stage)
-            if registry.is_file(name):
-                yield name, Path(name.partition("::")[0]).expanduser()
 
 
 def _state(path: Path) -> tuple[int, int]:

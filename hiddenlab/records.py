@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import with_config
 from typing_extensions import TypedDict
 
+from hiddenlab import registry
 from hiddenlab.errors import HiddenlabError, InputError
 from hiddenlab.summary import Sample, sample_form
 from hiddenlab.text import count_of
@@ -94,6 +95,20 @@ def commit_name(code: Mapping[str, Any]) -> str | None:
     if not code.get("commit"):
         return None
     return str(code["commit"])[:12] + ("+" if code.get("dirty") else "")
+
+
+def foreign_code(record: RunRecord) -> list[str]:
+    """Return whose code a run ran beside the lab's: its model's checkpoint, files with defenses or attacks."""
+    spec, lists = record.spec, (record.spec.get("defense"), record.setup.get("attacks"))
+    specs = [spec.get("attack"), *(one for given in lists if isinstance(given, list) for one in given)]
+    checkpoint = [f"its model {spec.get('model')}"] if spec.get("trust_remote_code") else []
+    return checkpoint + [file for one in specs if isinstance(one, str) for file in registry.files_of(one)]
+
+
+def resume_command(record: RunRecord, path: Path) -> str:
+    """Return the command that goes on with a run that has not ended."""
+    trust = " --trust-remote-code" if foreign_code(record) else ""
+    return f"hiddenlab rerun {path} --resume{trust}"
 
 
 class Recorder:
@@ -232,10 +247,11 @@ class Recorder:
             raise self._cannot_write(error) from None
 
     def _cannot_write(self, error: OSError) -> RecordError:
+        assert self.path is not None
         return RecordError(
             f"cannot write the record in {self.path}: {_reason(error)}; what it holds "
             f"({count_of(len(self.samples), 'prompt')}) stays readable, and "
-            f"'hiddenlab rerun {self.path} --resume' continues it"
+            f"'{resume_command(self.record, self.path)}' continues it"
         )
 
 

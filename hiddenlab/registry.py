@@ -11,6 +11,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -44,7 +45,7 @@ SINGULAR = {
     "cascade": "cascade command",
     "verify": "verify command",
 }
-_JOINED = re.compile(r"(?<!\d[eE])\+")
+_JOINED = re.compile(r"(?<!\d[eE])(?<!\d\.[eE])\+")
 _FILE = re.compile(r"\s*[^:=,]*\.py(?:::\w+)?(?=\s*(?::|$))")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -169,6 +170,16 @@ def stages_of(defense: str) -> list[str]:
     return [stage.strip() for stage in _JOINED.split(defense)]
 
 
+def files_of(text: str) -> list[str]:
+    """Return the Python files that the spec of an attack (its path may hold ``+``), or of stages, names."""
+    found = []
+    for stage in dict.fromkeys([*stages_of(text), text]):
+        with suppress(InputError):  # the text is neither
+            name, _ = parse_spec(stage)
+            found += [name] * is_file(name)
+    return found
+
+
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     """Split a spec into its name and the texts of its parameters; a value without a key gets the key ``""``.
 
@@ -181,7 +192,8 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     name = spec[:head].strip() + name
     form = "write NAME, NAME:VALUE or NAME:KEY=VALUE,KEY=VALUE"
     if not name:
-        raise InputError(f"{spec!r} names nothing; {form}")
+        hint = "" if spec else ", and each '+' stands between two names"
+        raise InputError(f"{spec!r} names nothing{hint}; {form}")
     values: dict[str, str] = {}
     for position, part in enumerate(rest.split(",") if colon else []):
         left, equals, right = (piece.strip() for piece in part.partition("="))

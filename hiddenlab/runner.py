@@ -13,7 +13,7 @@ from hiddenlab.batch import InProcess, Work
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError, WorkersLostError
 from hiddenlab.job import check_layers, prepare, prepare_defenses, prepare_layers
-from hiddenlab.records import Recorder, RunRecord, check_new, check_writable
+from hiddenlab.records import Recorder, RunRecord, check_new, check_writable, resume_command
 from hiddenlab.summary import Sample, figures_of, summarise
 from hiddenlab.text import coloured, count_of, html
 from hiddenlab.types import Progress, silent
@@ -309,7 +309,7 @@ def attack_all(
     except BaseException as error:
         _close_failed(recorder, work, error)
         if isinstance(error, WorkersLostError) and recorder.path is not None:
-            way = f"'hiddenlab rerun {recorder.path} --resume' goes on, with or without workers"
+            way = f"'{resume_command(recorder.record, recorder.path)}' goes on, with or without workers"
             raise WorkersLostError(f"{error}; {way}") from None
         raise
     recorder.close("finished", summary_of(recorder, work))

@@ -36,7 +36,7 @@ def test_an_unknown_part_is_refused_with_those_that_there_are(name: str) -> None
 def test_every_row_of_the_experiment_names_parts_that_its_attack_has() -> None:
     measured = {cell.keys["defense"] for cell in ablation(Setting(layers=(1,))).cells}
     for channel in measured:
-        Channel.parse(channel.split("|"))
+        Channel.parse([channel])
     assert len(measured) == len(MADE_FOR)
     for attack, parts in MADE_FOR.values():
         for part in (NOTHING, *parts):

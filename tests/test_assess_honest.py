@@ -452,13 +452,23 @@ def test_of_two_texts_the_one_is_believed_that_explains_the_rows(
     """The other one has a wrong token, is a little likelier, and an attack is sure of it."""
     model = tiny_model("llama", 1)
     prompt = [5, 17, 40, 8, 77, 31, 9, 62, 24, 11, 50, 3]
-    shown, _ = Channel.parse(defenses.split("|")).release(model, prompt, 3)
+    shown, _ = Channel.parse([defenses]).release(model, prompt, 3)
     wrong = [*prompt[:6], 90, *prompt[7:]]
     belief = Belief(model)
     belief._likelihood = lambda ids: -3.8 if list(ids) == wrong else -4.0  # type: ignore[method-assign]
     sure = replace(read_as(wrong), tokens=tuple(replace(one, verified=True) for one in read_as(wrong).tokens))
     right, other, part = belief.weigh([read_as(prompt), sure, read_as(prompt[:4])], shown)
     assert right > other and right > part  # a part of the text explains fewer rows
+
+
+def test_of_two_readings_of_one_token_the_verified_one_is_believed(tiny_model: Truncated) -> None:
+    """Neither the rows nor the language model say anything of a prompt's first token."""
+    model = tiny_model("llama", 1)
+    shown, _ = Channel([]).release(model, [5])
+    (token,) = read_as([5]).tokens
+    sure = replace(read_as([5]), tokens=(replace(token, verified=True),))
+    guess, verified = Belief(model).weigh([read_as([9]), sure], shown)
+    assert verified > guess
 
 
 def test_where_rows_say_nothing_the_likelier_text_is_believed(tiny_model: Truncated) -> None:

@@ -125,7 +125,7 @@ def test_one_table_with_the_baseline_first_and_a_sentence_for_each(
         (defenses(""), "'' names nothing"),
         (defenses(" "), "'' names nothing"),
         (defenses("+"), "'' names nothing"),
-        (defenses("seq-perm+"), "'' names nothing"),
+        (defenses("seq-perm+"), "'' names nothing, and each '+' stands between two names"),
         (defenses("seq-perm++int8"), "'' names nothing"),
         (defenses("gaussian"), "the defense gaussian needs sigma"),
         (defenses("gaussian:sigma=1e999"), "cannot use sigma='1e999'"),

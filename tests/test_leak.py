@@ -35,7 +35,7 @@ def prompt(seed: int = 0, length: int = LENGTH) -> list[int]:
 
 
 def release(model: TruncatedModel, channel: str, tokens: list[int], seed: int = 3) -> Observation:
-    return Channel.parse(channel.split("|")).release(model, tokens, draw(seed))[0]
+    return Channel.parse([channel]).release(model, tokens, draw(seed))[0]
 
 
 def attacked(observation: Observation, model: TruncatedModel, **options: object) -> AttackResult:

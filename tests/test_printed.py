@@ -17,6 +17,7 @@ from hiddenlab.errors import InputError
 from hiddenlab.matching.distance import choose_matcher
 from hiddenlab.matching.ranking import LazyModel, Proposer
 from hiddenlab.models import Request, TruncatedModel
+from hiddenlab.registry import stages_of
 from hiddenlab.testing import VOCABULARY
 from hiddenlab.types import Observation, silent
 from tests.marks import slow_cases
@@ -163,7 +164,7 @@ def test_a_score_is_what_the_attack_reaches_with_that_epsilon(
 ) -> None:
     """The scores of all thresholds come from one set of distances; here each is run as an attack."""
     model = tiny_model("llama", 2)
-    specs = [spec for spec in channel.split("|") if spec != "identity"]
+    specs = [spec for spec in stages_of(channel) if spec != "identity"]
     lazy = LazyModel(model, opener=False)
     proposer = Proposer(VOCABULARY, None, lazy if proposal == "lm" else None)
     with torch.inference_mode():

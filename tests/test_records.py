@@ -11,7 +11,16 @@ import pytest
 
 from hiddenlab import records as module
 from hiddenlab.errors import InputError
-from hiddenlab.records import RECORD, SAMPLES, Recorder, RecordError, RunRecord, read_run
+from hiddenlab.records import (
+    RECORD,
+    SAMPLES,
+    Recorder,
+    RecordError,
+    RunRecord,
+    foreign_code,
+    read_run,
+    resume_command,
+)
 from hiddenlab.summary import summarise
 from hiddenlab.testing import attack_sample
 from hiddenlab.utils.digests import digest_of_files
@@ -147,6 +156,29 @@ def test_an_unwritable_place(tmp_path: Path) -> None:
         Recorder.create(RunRecord(verb="attack", spec={}), runs_dir=tmp_path / "file" / "runs")
     with pytest.raises(InputError, match="not an empty directory"):
         start(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("verb", "spec", "setup", "code"),
+    [
+        ("attack", {"attack": "vocab-match", "defense": ["seq-perm"]}, {}, []),
+        (
+            "attack",
+            {"attack": "my.py:k=3", "defense": ["seq-perm", "r.py:1"]},
+            {},
+            ["my.py", "r.py"],
+        ),
+        ("assess", {"attack": "auto", "defense": []}, {"attacks": ["a.py::A"]}, ["a.py::A"]),
+        ("attack", {"model": "m", "trust_remote_code": True, "defense": None}, {}, ["its model m"]),
+    ],
+)
+def test_whoever_goes_on_with_a_run_is_told_of_the_code_that_it_runs(
+    verb: str, spec: dict[str, Any], setup: dict[str, Any], code: list[str]
+) -> None:
+    record = RunRecord(verb=verb, spec=spec, setup=setup)
+    assert foreign_code(record) == code
+    trust = " --trust-remote-code" if code else ""
+    assert resume_command(record, Path("runs/it")) == f"hiddenlab rerun runs/it --resume{trust}"
 
 
 def test_what_is_no_record(tmp_path: Path) -> None:

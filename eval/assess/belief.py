@@ -121,12 +121,13 @@ class Belief:
     def weigh(self, answers: Sequence[AttackResult], observation: Observation) -> list[tuple[int, float]]:
         """Return for each answer to one prompt how far it is believed; the larger the better.
 
-        Answers are weighed by the rows and the language model. Where one cannot be weighed by the rows, verified tokens
-        come first, and then the language model. (An attack verifies a token behind those that it took before. Where
-        noise or rounding makes right and wrong overlap, these may be wrong, and the token all the same.)
+        Answers are weighed by the rows and the language model. Where one cannot be weighed by the rows, or all are of
+        one token, of which neither says anything, verified tokens come first, and then the language model. (An attack
+        verifies a token behind those that it took before. Where noise or rounding makes right and wrong overlap, these
+        may be wrong, and the token all the same.)
         """
         explained = [self._evidence(answer, observation) for answer in answers]
-        unknown = None in explained
+        unknown = None in explained or all(len(answer.ids) < 2 for answer in answers)
         return [
             (
                 verified(answer) if unknown and not self._replaced else 0,

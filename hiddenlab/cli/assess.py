@@ -90,6 +90,7 @@ def conduct(
     Raises:
         HiddenlabError: see ``hiddenlab.eval.assess.command.assess``. typer.Exit: it was interrupted.
     """
+    from hiddenlab.records import resume_command
     from hiddenlab.runner import Interrupted
 
     run = registry.resolve("eval", "assess")
@@ -111,7 +112,7 @@ def conduct(
         else:
             stderr().print(
                 f"interrupted; what was read is kept in {stopped.run.path}. The same command goes on, and so does: "
-                f"hiddenlab rerun {stopped.run.path} --resume",
+                + resume_command(stopped.run.record, stopped.run.path),
                 soft_wrap=True,
             )
         raise typer.Exit(INTERRUPTED) from None

@@ -251,11 +251,13 @@ def ready(config: AttackConfig) -> AttackConfig:
 
 
 def _say_interrupted(run: "Run | None") -> None:
+    from hiddenlab.records import resume_command
+
     if run is None or run.path is None:
         stderr().print("interrupted; nothing was recorded")
         return
     stderr().print(
         f"interrupted; recorded: {len(run.samples)} of {count_of(run.record.prompts, 'prompt')}. Continue with: "
-        f"hiddenlab rerun {run.path} --resume",
+        + resume_command(run.record, run.path),
         soft_wrap=True,
     )

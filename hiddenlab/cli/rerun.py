@@ -9,14 +9,13 @@ import typer
 from typer import Argument, Option
 
 from hiddenlab import options as o
-from hiddenlab import registry
 from hiddenlab.attacker import Attacker
 from hiddenlab.cli.attack import conduct, payload
 from hiddenlab.cli.console import print_json, stderr, stdout
 from hiddenlab.cli.workers import AddressOpt, WorkersOpt
 from hiddenlab.config import AttackConfig
 from hiddenlab.errors import InputError
-from hiddenlab.records import RunRecord, check_new, read_run
+from hiddenlab.records import RunRecord, check_new, foreign_code, read_run, resume_command
 from hiddenlab.summary import Sample
 from hiddenlab.text import count_of
 
@@ -58,20 +57,10 @@ def rerun(
         raise InputError(
             f"{run} is a run of 'assess', which --resume goes on with; its command runs it again"
         )
-    if record.spec.get("trust_remote_code") and not trust_remote_code:
+    config = AttackConfig.from_json(record.spec)
+    if not trust_remote_code and (code := foreign_code(record)):
         raise InputError(
-            f"{run} ran code of its model, {record.spec.get('model')}; if you trust it, give --trust-remote-code here, "
-            "too"
-        )
-    files = [
-        name
-        for spec in _specs(record)
-        for name in [registry.parse_spec(stage)[0] for stage in registry.stages_of(spec)]
-        if registry.is_file(name)
-    ]
-    if files and not trust_remote_code:
-        raise InputError(
-            f"{run} ran code of {', '.join(files)}; if you trust it, give --trust-remote-code here, too"
+            f"{run} ran code of {', '.join(code)}; if you trust it, give --trust-remote-code here, too"
         )
     spread: dict[str, Any] = {"workers": workers, "address": address}
     if (workers or address) and not record.spec.get("independent"):
@@ -85,7 +74,7 @@ def rerun(
         return
     if not samples:
         raise InputError(
-            f"{run} holds no prompts to compare with; 'hiddenlab rerun {run} --resume' goes on with it"
+            f"{run} holds no prompts to compare with; '{resume_command(record, run)}' goes on with it"
         )
     if record.status == "finished" and len(samples) != record.prompts:
         raise InputError(
@@ -93,7 +82,6 @@ def rerun(
         )
     if out is not None:
         check_new(out)
-    config = AttackConfig.from_json(record.spec)
     again = conduct(
         config, out=out, runs_dir=runs_dir or run.resolve().parent, keep=not no_record, json=json, **spread
     )
@@ -110,13 +98,6 @@ def rerun(
         _say(changes, len(samples), learned)
     if changes:
         raise typer.Exit(DIFFERENT)
-
-
-def _specs(record: RunRecord) -> list[str]:
-    """Return the specs of a run's attacks and defenses."""
-    config = AttackConfig.from_json(record.spec)
-    own = record.setup.get("attacks") if record.verb == "assess" else None
-    return [config.attack, *config.defense, *(own if isinstance(own, list) else ())]
 
 
 def _stay_local() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hiddenlab.assessment import Findings
 from hiddenlab.errors import HiddenlabError, InputError
-from hiddenlab.records import RECORD, read_run
+from hiddenlab.records import RECORD, read_run, resume_command
 from hiddenlab.report.answers import answer, defense_of, verifies
 from hiddenlab.report.assessed import markdown_lines, name_of
 from hiddenlab.report.data import Picture, Run, Study
@@ -114,7 +114,7 @@ def load_assessed(path: Path, label: str) -> Run:
     record, samples = read_run(path)
     if record.summary is None:
         raise InputError(
-            f"{path} ({record.status}) has no verdict yet; 'hiddenlab rerun {path} --resume' goes on with it"
+            f"{path} ({record.status}) has no verdict yet; '{resume_command(record, path)}' goes on with it"
         )
     check({"spec": record.spec}, _Asked, str(path / RECORD))
     findings = check(record.summary, Findings, f"{path / RECORD}, summary")
