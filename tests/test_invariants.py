@@ -22,6 +22,8 @@ from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.distance import Matcher, choose_matcher
 from hiddenlab.matching.epsilon import Apart, Sample
 from hiddenlab.matching.explained import FLOOR, USUAL, explained_by
+from hiddenlab.matching.invariants import RELEASED
+from hiddenlab.matching.row_space import ROUNDED
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.expected_states import RIDGE, ExpectedStates
 from hiddenlab.proposals.regressions import expected_states_for
@@ -180,6 +182,20 @@ def test_a_row_that_repeats_the_first_is_no_direction(info: ObservationInfo) -> 
     secret = orthogonal(16 if info is COLUMNS else 4, seeded()).float()
     released = whole @ secret if info is COLUMNS else secret @ whole
     assert float(distances(behind(info, released, first), first, 1)) > 0.5
+
+
+def test_a_mixture_that_makes_a_direction_small_does_not_lose_it() -> None:
+    """States that are nearly alike are mixed by a matrix that nearly drops one: the smallest direction is theirs."""
+    rows = drawn(1, 16) + 1e-2 * drawn(5, 16, seed=1)
+    left, right = (orthogonal(5, seeded(seed)) for seed in (2, 3))
+    secret = (left * torch.tensor([1, 1, 1, 1, 1e-4], dtype=torch.float64)) @ right
+    released = (secret @ rows.double()).float()
+    sizes = torch.linalg.svdvals(released.double())
+    assert RELEASED < float(sizes[-1] / sizes[0]) < ROUNDED
+    others = drawn(1, 16) + 1e-2 * drawn(20, 16, seed=4)
+    for place in range(5):
+        found = distances(behind(ROWS, released, rows[:place]), torch.cat([rows, others]), place)
+        assert float(found[place]) < 0.02 and (place == 0 or float(found[5:].min()) > 0.1)
 
 
 def test_a_whole_prompt_is_viewed_like_its_positions_one_by_one() -> None:
@@ -352,6 +368,25 @@ def test_a_token_that_repeats_a_state_does_not_come_before_one_that_adds_a_direc
             if token.verified
         )
         assert [token.verified for token in found.tokens][:4].count(True) >= 3
+
+
+@pytest.mark.parametrize("budget", [None, 100])
+def test_behind_a_token_that_nothing_matches_few_candidates_run(
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, budget: int | None
+) -> None:
+    """A row that belongs to no token; behind it the right tokens match no more."""
+    model = tiny_model("llama", 1)
+    monkeypatch.setattr(behind_map, "LOST", (50, 20))
+    observation = released(model, "orthogonal", tokens=TOKENS)
+    states = observation.states.clone()
+    states[4] = states[4].roll(1)
+    attack = VocabMatch(budget=budget).fit(observation.info, model)
+    tokens = attack.recover(replace(observation, states=states)).tokens
+    known = [one.verified for one in tokens].index(False)
+    assert not any(one.verified for one in tokens[known:]) and (known == 4 or budget)
+    assert [one.token for one in tokens[:known]] == TOKENS[:known]
+    few = [budget or model.vocab_size, 50, *[20] * len(TOKENS)]
+    assert [one.evaluated for one in tokens[known:]] == few[: len(TOKENS) - known]
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -11,6 +11,7 @@ distance in the context of its own hypothesis, and by the language model. Nothin
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +30,9 @@ OPENINGS = 64  # tokens whose state in the table is nearest to the first row; th
 # Candidates for the second token behind each opening, round after round, until one matches.
 SECOND = (64, 512, 4096)
 ADDING = 4096  # candidates that add a direction, before one that repeats a state is taken
+# Candidates for the token behind one that no candidate matched, and behind two and more: behind a wrong token nothing
+# matches, and what the right one needs is better spent on other prompts.
+LOST = (2048, 64)
 # Behind noise: hypotheses kept, and candidates of all of them together that are run, at each position and all later
 # ones. First rows say little, each by one number or two.
 WIDTHS = ((128, 0), (128, 8192), (64, 4096), (32, 2048), (16, 768))
@@ -54,8 +58,13 @@ def behind_map(task: Task) -> Search:
         return
     openings = yield from _openings(task)
     yield from _begin(task, openings)
+    allowed = task.budget
     while len(task.found) < len(task.rows):
+        if missed := _missed(task):
+            few = LOST[min(missed, len(LOST)) - 1]
+            task.budget = min(few, allowed or few)
         yield from _next(task)
+        task.budget = allowed
     # A state that lies in the space of those before it lies in the released space too, whatever the prompt.
     frame = task.matcher.frame
     proves = frame.known.directions.any(1).tolist() if isinstance(frame, Span) else [True] * len(task.found)
@@ -65,6 +74,11 @@ def behind_map(task: Task) -> Search:
     ]
     confirmed = next((token.verified for token, own in zip(found[1:], proves[1:], strict=True) if own), False)
     task.found = [replace(found[0], verified=found[0].verified and confirmed), *found[1:]]
+
+
+def _missed(task: Task) -> int:
+    """Return how many tokens in succession no candidate matched, up to the last one found."""
+    return sum(1 for _ in takewhile(lambda token: not token.verified, reversed(task.found)))
 
 
 def _next(task: Task) -> Search:

@@ -27,6 +27,9 @@ from hiddenlab.secret_maps import Invariant
 # A row whose rest beyond the rows before it is shorter than this share of it gives no direction: in such a direction
 # rounding would be compared. At layer 1 a row like the first has no rest at all.
 LEAST_REST = 1e-3
+# Of the largest singular value of mixed rows: what float32 leaves of a direction that no row has. One between this and
+# ``ROUNDED`` may be a token's that repeats a state, or a mixture made it that small.
+RELEASED = 2e-8
 
 
 class Frame(ABC):
@@ -152,7 +155,7 @@ class Span(Frame):
 
     Attributes:
         space: orthonormal basis of the released rows. known: directions of the known states.
-        repeats: how many of the rows that are still unknown add no direction.
+        repeats: how many of the rows that are still unknown may add no direction.
     """
 
     shown: Float[Tensor, "rows 2"]
@@ -164,9 +167,9 @@ class Span(Frame):
     @classmethod
     def of(cls, rows: Float[Tensor, "rows d"]) -> "Span":
         rows = rows.double()
-        space = RowSpace.of(rows, None).basis
+        space, clear = RowSpace.of(rows, least=RELEASED).basis, RowSpace.of(rows).basis
         shown = rows.new_tensor([[0.0, 1.0]]).repeat(len(rows), 1)
-        return cls(shown, rows, space, Basis.none(rows), len(rows) - len(space))
+        return cls(shown, rows, space, Basis.none(rows), len(rows) - len(clear))
 
     @property
     def count(self) -> int:

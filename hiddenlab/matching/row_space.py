@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-ROUNDED = 2e-6  # of the largest singular value: smaller ones are rounding
+# Of the largest singular value: smaller ones are what float32 leaves of rows that lie in fewer dimensions.
+ROUNDED = 2e-6
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,14 @@ class RowSpace:
     basis: Float[Tensor, "k d"]
 
     @classmethod
-    def of(cls, rows: Float[Tensor, "rows d"], rank: int | None) -> "RowSpace":
-        """Return the space of rows; of noised ones the ``rank`` directions that hold most of them."""
+    def of(cls, rows: Float[Tensor, "rows d"], rank: int | None = None, least: float = ROUNDED) -> "RowSpace":
+        """Return the space of rows; of noised ones the ``rank`` directions that hold most of them.
+
+        Args:
+            least: share of the largest singular value, below which a direction is left out.
+        """
         _, sizes, directions = torch.linalg.svd(rows.double(), full_matrices=False)
-        return cls(directions[: int((sizes > ROUNDED * sizes[0]).sum())][:rank])
+        return cls(directions[: int((sizes > least * sizes[0]).sum())][:rank])
 
     def __call__(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c d"]:
         """Return the states' parts in the space, in float32."""
