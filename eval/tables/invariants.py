@@ -11,7 +11,7 @@ def invariants(
     channels: str = CHANNELS,
     sigmas: str = "0,0.01,0.1",
     releases: str = RELEASES,
-    candidates: int = 16384,
+    candidates: int | None = None,
 ) -> Experiment:
     """Attack states behind secret orthogonal maps, maps of each row, and row mixing, by what these leave.
 
@@ -21,9 +21,14 @@ def invariants(
             row's; 0 is none.
         releases: dtypes that the mapped rows are rounded to (``float32``, ``bfloat16``, ``float16``), separated by
             commas. Behind noise, which is far above rounding, rows are float32.
-        candidates: for a token at most, behind each hypothesis and in each round.
+        candidates: for a token at most, behind each hypothesis and in each round; None sets no limit.
     """
     source = setting.source(limit=20, max_tokens=24)
+    limit = (
+        "Without noise a token may take the whole vocabulary."
+        if candidates is None
+        else f"A token takes at most {candidates:,} candidates behind each hypothesis and in each round."
+    )
     cells = []
     for channel in split_specs(channels):
         for layer in setting.at((1, 6, 11)):
@@ -52,8 +57,7 @@ def invariants(
             "Sigma is of noise on the states, as a share of a row's length. Maps are of float32 rows, and what is "
             "released is rounded.",
             f"Model {setting.model}, {source['limit']} prompts of {source['prompts'] or 'the shipped set'} of up to "
-            f"{source['max_tokens']} tokens; for a token at most {candidates:,} candidates behind each hypothesis and "
-            "in each round. Two weights and a bound of the proposals were chosen on ten of the shipped prompts at "
+            f"{source['max_tokens']} tokens. {limit} Two weights and a bound of the proposals were chosen on ten of the shipped prompts at "
             "layer 1. Seconds leave out tables and thresholds, which are made once for each layer.",
         ],
     )  # fmt: skip
