@@ -130,6 +130,7 @@ def test_a_key_that_serves_known_texts_breaks_a_defense(
         "releases": 1,
         "known": 3,
         "chosen": 0,
+        "attacks": [],
         "words": has,
         "reads": None,
     }
@@ -141,6 +142,7 @@ def test_a_key_that_serves_known_texts_breaks_a_defense(
         "releases": 1,
         "known": 3,
         "chosen": 0,
+        "attacks": [],
     }
     from hiddenlab.cli.assess import show
     from hiddenlab.report.markdown import PAGE, write_report

@@ -253,7 +253,7 @@ def test_every_plan_gives_the_plain_models_logits(
     owners, tokens = sorted(owners) if neighbours else owners, prompt(n, seed=n)
     shards = [[t for t in range(n) if owners[t] == i] for i in range(4)]
     made = Plan.by_hand(shards, m=m, symmetric=symmetric, causal=causal)
-    spec = f"masked-sums:slack={slack}" + "|secret-maps" * maps
+    spec = f"masked-sums:slack={slack}" + "+secret-maps" * maps
     cascade = Backend(model=path, harden=spec).start(4, m, symmetric)
     assert torch.allclose(cascade.forward(tokens, made), plain(path, tokens), atol=1e-3 if maps else 1e-4)
 

@@ -168,7 +168,7 @@ def test_what_lies_outside_of_sums_against_least_squares(tiny_model: LoadModel) 
 def test_a_recorded_request_is_read_behind_layers_of_the_client(tiny: TinyPath, tmp_path: Path) -> None:
     """Through everything: nodes of a real run, files, and an attack that has nothing else."""
     model, prompt = tiny("llama", tokenizer=True), "the ferry leaves at nine"
-    for harden in (HARDEN, f"{HARDEN}|masked-sums"):
+    for harden in (HARDEN, f"{HARDEN}+masked-sums"):
         folder = tmp_path / harden
         backend = command.Backend(kind="local", model=model, harden=harden)
         result = command.run(prompt, backend, alpha=2, c=3, record=str(folder))

@@ -58,7 +58,7 @@ class PartialSums(Attack):
     The first token that too few rows show ends the attack. Tokens of a cluster that it leaves unfinished are not
     verified.
 
-    Behind Gaussian noise of a known deviation (``--harden 'client:…|noise:…'``) several hypotheses are weighed. How far
+    Behind Gaussian noise of a known deviation (``--harden 'client:…+noise:…'``) several hypotheses are weighed. How far
     from the sums right and wrong tokens lie is learned on own text, a minute or more for each plan and length of
     prompt. No token is verified.
 
