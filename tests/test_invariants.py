@@ -198,6 +198,20 @@ def test_a_mixture_that_makes_a_direction_small_does_not_lose_it() -> None:
         assert float(found[place]) < 0.02 and (place == 0 or float(found[5:].min()) > 0.1)
 
 
+def test_states_of_which_little_is_new_are_not_lost_to_rounding() -> None:
+    """Each state lies nearly in the space of those before it: what is new of one is 3e-4 of it, and rounding 3e-7."""
+    first = drawn(1, 16)
+    fresh = first.norm() * orthogonal(16, seeded(1)).float()[:5]
+    rows = torch.cat([first, first + 3e-4 * fresh[1:]])
+    released = orthogonal(5, seeded(2)).float() @ (rows + 3e-7 * fresh.roll(1, 0))
+    others = first + 3e-3 * first.norm() * orthogonal(16, seeded(3)).float()[5:]
+    for place in range(1, 5):
+        matcher = behind(ROWS, released, rows[:place])
+        found = distances(matcher, torch.cat([rows, others]), place)
+        assert float(found[place]) < 1e-3 < 0.02 < float(found[5:].min())
+        assert float(found[0]) > 0.9  # what the known rows span is no proof
+
+
 def test_a_whole_prompt_is_viewed_like_its_positions_one_by_one() -> None:
     rows, beside = drawn(5, 16), drawn(5, 2, 16, seed=1)
     for info in (COLUMNS, EACH_ROW, ROWS):

@@ -15,6 +15,7 @@ from torch import Tensor
 from hiddenlab.channels import Channel, in_order
 from hiddenlab.errors import InputError
 from hiddenlab.matching.distance import Matcher
+from hiddenlab.matching.invariants import FRAMES
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.models.choice import CODE, remembered
 from hiddenlab.models.load import parse_dtype
@@ -318,7 +319,8 @@ def _auto(sample: Sample, resolution: float, matcher: Matcher) -> Threshold:
         return found
     if not found.separable:
         return replace(found, chance=1.0, apart=Apart.of(sample))
-    return replace(found, relative=min(found.relative, max(ROOM * found.floor, resolution))).seen_on(sample)
+    floor = max(found.floor, FRAMES[matcher.invariant].enlarges * resolution)
+    return replace(found, relative=min(found.relative, max(ROOM * floor, resolution))).seen_on(sample)
 
 
 def auto_threshold(sample: Sample, resolution: float) -> Threshold:

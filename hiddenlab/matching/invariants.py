@@ -7,7 +7,7 @@ for the next token, and each row, as a few numbers; the distance of a candidate 
   norm of its rest, are the same on both sides. Their distance is the least over all maps that fit the known rows.
 - ``Norms``: where each row has a map of its own, only its norm stays.
 - ``Span``: where rows were mixed, a right candidate lies in the space that the released rows span. What of it the known
-  rows span already proves nothing. So the rest of it is compared with its own part in the released space.
+  rows span already proves nothing. So what lies outside is compared with what the known rows do not span.
 
 ``hiddenlab.matching.explained`` says how well each token explains what a frame shows of the next row.
 """
@@ -24,9 +24,11 @@ from torch import Tensor
 from hiddenlab.matching.row_space import RowSpace
 from hiddenlab.secret_maps import Invariant
 
-# A row whose rest beyond the rows before it is shorter than this share of it gives no direction: in such a direction
-# rounding would be compared. At layer 1 a row like the first has no rest at all.
-LEAST_REST = 1e-3
+# A row whose rest beyond the rows before it is shorter than this share of it says nothing by that rest: rounding would
+# be compared. At layer 1 a row like the first has no rest at all.
+LEAST_REST = 1e-2
+# Of mixed rows, a state whose rest is shorter than this share of it is spanned by the known rows, up to rounding.
+SPANNED = 5e-5
 # Of the largest singular value of mixed rows: what float32 leaves of a direction that no row has. One between this and
 # ``ROUNDED`` may be a token's that repeats a state, or a mixture made it that small.
 RELEASED = 2e-8
@@ -38,9 +40,12 @@ class Frame(ABC):
     Attributes:
         shown: each row as it is compared, behind the rows before it, in double precision.
         betrays: a wrong token before a row shows in that row.
+        enlarges: how many times as large as in states rounding errors are where the rows of a prompt are nearly alike,
+            which those of measured texts are not.
     """
 
     betrays: ClassVar[bool] = False
+    enlarges: ClassVar[float] = 0.0
     shown: Float[Tensor, "rows k"]
 
     @classmethod
@@ -85,10 +90,10 @@ class Basis:
         again = rest @ self.directions.T  # once more: the first time leaves rounding of long states
         return inside + again, rest - again @ self.directions
 
-    def with_rest(self, rest: Float[Tensor, " d"], length: float) -> "Basis":
-        """Return the basis with the direction of a row's rest; with zeros where that is short beside the row's norm."""
+    def with_rest(self, rest: Float[Tensor, " d"], least: float) -> "Basis":
+        """Return the basis with the direction of a row's rest; with zeros where that is not longer than ``least``."""
         norm = rest.norm()
-        direction = rest / norm if float(norm) > LEAST_REST * length else torch.zeros_like(rest)
+        direction = rest / norm if float(norm) > least else torch.zeros_like(rest)
         return Basis(torch.cat([self.directions, direction[None]]))
 
 
@@ -111,7 +116,7 @@ class Gram(Frame):
         for i in range(count):
             inside, rest = basis.split(rows[i : i + 1])
             shown[i, :i], shown[i, i] = inside[0], rest.norm()
-            basis = basis.with_rest(rest[0], float(rows[i].norm()))
+            basis = basis.with_rest(rest[0], LEAST_REST * float(rows[i].norm()))
         return cls(shown, Basis.none(rows))
 
     @property
@@ -158,6 +163,7 @@ class Span(Frame):
         repeats: how many of the rows that are still unknown may add no direction.
     """
 
+    enlarges = 1 / LEAST_REST
     shown: Float[Tensor, "rows 2"]
     released: Float[Tensor, "more d"]
     space: Float[Tensor, "k d"]
@@ -176,19 +182,19 @@ class Span(Frame):
         return len(self.known.directions)
 
     def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c 2"]:
-        _, rest = self.known.split(states)
-        lengths = rest.norm(dim=1)
-        if self.repeats:
-            # A state that the known rows span may be right. Its rest is rounding, small beside the state alone.
-            whole = states.double().norm(dim=1)
-            lengths = torch.where(lengths > LEAST_REST * whole, lengths, whole)
-        outside = (rest - (rest @ self.space.T) @ self.space).norm(dim=1) / lengths.clamp(min=1e-30)
-        return torch.stack([outside, (1 - outside.square()).clamp(min=0).sqrt()], 1)
+        states = states.double()
+        whole, rest = states.norm(dim=1), self.known.split(states)[1].norm(dim=1)
+        outside = (states - (states @ self.space.T) @ self.space).norm(dim=1)
+        share = outside / rest.maximum(LEAST_REST * whole).clamp(min=1e-30)
+        if not self.repeats:  # then a state that the known rows span is not the next one
+            share = torch.where(rest > SPANNED * whole, share, 1.0)
+        return torch.stack([share, (1 - share.square()).clamp(min=0).sqrt()], 1)
 
     def behind(self, state: Float[Tensor, " d"]) -> "Span":
         _, rest = self.known.split(state[None])
-        known = self.known.with_rest(rest[0], float(state.norm()))
-        return replace(self, known=known, repeats=self.repeats - (not bool(known.directions[-1].any())))
+        known = self.known.with_rest(rest[0], SPANNED * float(state.norm()))
+        repeats = not bool(known.directions[-1].any())
+        return replace(self, known=known, repeats=max(0, self.repeats - repeats))
 
 
 def _norms(states: Float[Tensor, "c d"]) -> Float[Tensor, "c 1"]:
