@@ -109,7 +109,7 @@ def assess(
         prompts: texts of your own; None takes the first twenty of the shipped ones. max_tokens: of each prompt.
         minutes: for all attacks on all prompts together. seed: of everything that is drawn.
         progress: where progress is reported. attacker: what he has beside the rows, as options of ``hiddenlab assess``:
-            ``key="session", known=3``.
+            ``key="session", known=3``. ``attacks=["mine.py"]`` are attacks of his own, by file or name.
 
     Returns:
         The verdict; printed, it is one sentence. ``status`` is one word, ``findings`` holds all figures.
@@ -121,6 +121,8 @@ def assess(
     if not isinstance(defense, Channel):
         stages = [defense] if isinstance(defense, str) or not isinstance(defense, Sequence) else defense
         defense = channel(*stages)
+    if "attacks" in attacker:
+        attacker["attacks"] = _named(attacker["attacks"])
     made: Assessment = registry.resolve("eval", "assess-channel")(
         defense,
         model,
@@ -132,6 +134,16 @@ def assess(
         attacker=Attacker.from_json(attacker),
     )
     return made
+
+
+def _named(attacks: Any) -> list[str]:
+    """Return the names of an attacker's own attacks; an assessment builds an attack several times."""
+    given = [attacks] if isinstance(attacks, str) or not isinstance(attacks, Sequence) else list(attacks)
+    if not all(isinstance(one, str) for one in given):
+        raise InputError(
+            "attacks of hl.assess are named: give attacks=['FILE.py'], or a name of 'hiddenlab list attacks'"
+        )
+    return given
 
 
 def _known(spec: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+import hiddenlab as hl
 from hiddenlab import registry
 from hiddenlab.attacker import Attacker
+from hiddenlab.attacks.nearest import NearestEmbedding
 from hiddenlab.channels import Channel
 from hiddenlab.cli import app
 from hiddenlab.config import AttackConfig
@@ -435,6 +437,16 @@ def test_an_attack_that_cannot_be_added_is_refused(
     monkeypatch.setattr(command, "ATTACKS", steps("unsure"))
     with pytest.raises(HiddenlabError, match=said):
         assess(AttackConfig(model=tiny("llama")), 1.0, keep=False, attacker=Attacker(attacks=attacks))
+
+
+def test_from_python_own_attacks_are_named(tiny_model: Callable[..., TruncatedModel]) -> None:
+    """An object would be a JSON error otherwise; a name alone is taken as a list of one."""
+    model = tiny_model("llama", 1)
+    for attacks in (NearestEmbedding(), [NearestEmbedding()], [3]):
+        with pytest.raises(InputError, match=r"attacks of hl\.assess are named: give attacks=\['FILE"):
+            hl.assess("identity", model, "ab", attacks=attacks)
+    with pytest.raises(InputError, match=r"there/is/none\.py"):
+        hl.assess("identity", model, "ab", attacks="there/is/none.py")
 
 
 # ---- how a defense of several stages is written
