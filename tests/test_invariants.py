@@ -420,7 +420,7 @@ def test_rows_of_another_prompt_are_not_verified(tiny_model: LoadModel, spec: st
 def test_a_distance_weighs_as_much_as_two_normal_densities_say(
     right: float, wrong: float, spread: float, position: int, distance: float
 ) -> None:
-    apart = Apart((right, right + 0.5), (wrong, wrong + 0.5), spread)
+    apart = Apart((right, right + 0.5), (wrong, wrong + 0.5), spread, 0.1)
     shift = 0.0 if position < 2 else 0.5
     log = max(math.log(distance), right + shift)
     slow = norm.logpdf(log, right + shift, spread) - norm.logpdf(log, wrong + shift, spread)
@@ -432,7 +432,7 @@ def test_a_distance_weighs_as_much_as_two_normal_densities_say(
 def test_distances_are_learned_position_by_position() -> None:
     places = torch.arange(1, 4).repeat(50)
     right, wrong = ((level + 0.1 * drawn(150, seed=i) + places).exp() for i, level in enumerate((-9.0, -6.0)))
-    apart = Apart.of(Sample(right, wrong[:, None], torch.ones(150), places))
+    apart = Apart.of(Sample(right, wrong[:, None], torch.ones(150), places), 0.1)
     assert apart.right == pytest.approx((-8, -7, -6), abs=0.1)
     assert apart.wrong == pytest.approx((-5, -4, -3), abs=0.1) and apart.spread == pytest.approx(0.1, rel=0.2)
 
@@ -477,7 +477,7 @@ def test_behind_noise_more_candidates_run_where_none_explains_a_row(
 def test_a_token_is_clearly_ahead_by_all_and_by_its_row(
     told: tuple[float, ...], scores: tuple[float, ...], tokens: tuple[int, ...], clear: bool
 ) -> None:
-    apart = Apart((-9.0,), (-8.0,), 0.2236)
+    apart = Apart((-9.0,), (-8.0,), 0.2236, 0.1)
     assert apart.most(3) == pytest.approx(10, abs=0.01)
     grown = []
     for score, own, token in zip(scores, told, tokens, strict=True):

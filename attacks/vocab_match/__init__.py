@@ -216,9 +216,9 @@ class VocabMatch(Attack):
             proposer, made = self._proposer(model, info)
             seconds += made
             threshold = self._threshold(model, info, matcher, proposer)
+            matcher = threshold.measured_by(matcher)
             screen = self._screened(model, info) if threshold.separable else None
-            kept = Prepared(info, model, matcher, proposer, threshold, screen, expected)
-            self._prepared = kept
+            kept = self._prepared = Prepared(info, model, matcher, proposer, threshold, screen, expected)
         return kept, seconds
 
     def expect(self, info: ObservationInfo, models: Sequence[TruncatedModel]) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hiddenlab.errors import InputError, NotApplicableError
-from hiddenlab.matching.invariants import FRAMES, Frame
+from hiddenlab.matching.invariants import FRAMES, LEAST_REST, Frame
 from hiddenlab.matching.row_space import Largest, RowSpace
 from hiddenlab.projections import Projection, projection_of
 from hiddenlab.row_facts import extra_rows, kept_share, lies_in_row_space, rank_of
@@ -29,7 +29,7 @@ class Matcher:
             Such a matcher has a projection once it is bound.
         invariant: what is compared of rows behind a secret map, where there is one. Such a matcher compares candidates
             only within a frame, of one observation behind the tokens found.
-        extra: how many of the rows are no token's.
+        extra: how many of the rows are no token's. least: of an invariant, see ``LEAST_REST``.
     """
 
     norm: int
@@ -40,6 +40,7 @@ class Matcher:
     in_row_space: bool = False
     rank: int | None = None
     extra: int = 0
+    least: float = LEAST_REST
 
     @property
     def name(self) -> str:
@@ -51,7 +52,7 @@ class Matcher:
             return replace(self, projection=RowSpace.of(rows, self.rank))
         if self.invariant is None:
             return self
-        frame = FRAMES[self.invariant].of(rows)
+        frame = FRAMES[self.invariant].of(rows, self.least)
         return replace(self, frame=replace(frame, shown=frame.shown[: len(rows) - self.extra]))  # type: ignore[type-var]
 
     def behind(self, states: Float[Tensor, "t d"]) -> "Matcher":

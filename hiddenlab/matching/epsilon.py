@@ -35,6 +35,8 @@ FEW_WINDOWS, CLEAR = 12, 100.0
 ROOM = 16.0  # for candidates by an invariant, in largest distances of right ones
 ENOUGH_FALSE = 10  # wrong candidates within the threshold needed to measure their share directly
 ENOUGH_SINKS = 16  # rows needed to measure a threshold for attention sinks
+# Behind noise, the rest of a row that counts at least: in usual distances of right candidates, and as a share of it.
+REST, MOST_REST = 8.0, 0.5
 MOST = 0.5  # of right candidates are within a threshold that proves anything
 
 
@@ -45,6 +47,7 @@ class Apart:
     Attributes:
         right, wrong: means of the log of relative distances at each position from the second on. spread: their common
             standard deviation within a position.
+        least: share of a row that its rest beyond the known rows has at least (``LEAST_REST``), behind this noise.
     """
 
     __pydantic_config__ = CLOSED
@@ -52,9 +55,10 @@ class Apart:
     right: tuple[float, ...]
     wrong: tuple[float, ...]
     spread: float
+    least: float
 
     @classmethod
-    def of(cls, sample: "Sample") -> "Apart":
+    def of(cls, sample: "Sample", least: float) -> "Apart":
         """Learn from positions of windows, but the first ones."""
         places, at = sample.places.unique(return_inverse=True)
         means, errors = list[tuple[float, ...]](), list[Tensor]()
@@ -63,7 +67,7 @@ class Apart:
             mean = torch.stack([logs[at == i].mean() for i in range(len(places))])
             errors.append((logs - mean[at, None]).flatten())
             means.append(tuple(mean.tolist()))
-        return cls(means[0], means[1], float(torch.cat(errors).std()))
+        return cls(means[0], means[1], float(torch.cat(errors).std()), least)
 
     def evidence(self, position: int, distances: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
         """Return how much likelier each relative distance is of a right candidate than of a wrong one, in nats.
@@ -135,6 +139,10 @@ class Threshold:
         chance = chance_within(sample.wrong / limits[:, None].clamp(min=1e-30))
         return replace(self, chance=chance, reach=float((sample.right <= limits).float().mean()))
 
+    def measured_by(self, matcher: Matcher) -> Matcher:
+        """Return the matcher whose distances it was measured by: behind noise another one than without."""
+        return matcher if self.apart is None else replace(matcher, least=self.apart.least)
+
     def limits(self, matcher: Matcher, rows: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """Return the distance within which each row counts as matched, in the matcher's norm."""
         if self.absolute is not None:
@@ -201,7 +209,11 @@ def threshold_for(
         few = _auto(measure(model, info, matcher, seed, few=True), resolution, matcher)
         if max(few.floor, resolution) * CLEAR < few.gap:
             return few
-        return _auto(measure(model, info, matcher, seed), resolution, matcher)
+        found = _auto(sample := measure(model, info, matcher, seed), resolution, matcher)
+        if matcher.invariant is None or found.separable:
+            return found
+        noised = replace(matcher, least=min(MOST_REST, REST * float(sample.right.median())))
+        return replace(found, apart=Apart.of(measure(model, info, noised, seed), noised.least))
 
     return kept_threshold(model, info, matcher, measured, {"epsilon": epsilon, "seed": seed})
 
@@ -318,7 +330,7 @@ def _auto(sample: Sample, resolution: float, matcher: Matcher) -> Threshold:
     if matcher.invariant is None:
         return found
     if not found.separable:
-        return replace(found, chance=1.0, apart=Apart.of(sample))
+        return replace(found, chance=1.0)
     floor = max(found.floor, FRAMES[matcher.invariant].enlarges * resolution)
     return replace(found, relative=min(found.relative, max(ROOM * floor, resolution))).seen_on(sample)
 

@@ -25,7 +25,7 @@ from hiddenlab.matching.row_space import RowSpace
 from hiddenlab.secret_maps import Invariant
 
 # A row whose rest beyond the rows before it is shorter than this share of it says nothing by that rest: rounding would
-# be compared. At layer 1 a row like the first has no rest at all.
+# be compared. At layer 1 a row like the first has no rest at all. Behind noise the share is larger.
 LEAST_REST = 1e-2
 # Of mixed rows, a state whose rest is shorter than this share of it is spanned by the known rows, up to rounding.
 SPANNED = 5e-5
@@ -50,8 +50,8 @@ class Frame(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, rows: Float[Tensor, "rows d"]) -> "Frame":
-        """Return the frame of released rows of which no token is known."""
+    def of(cls, rows: Float[Tensor, "rows d"], least: float = LEAST_REST) -> "Frame":
+        """Return the frame of released rows of which no token is known; for ``least`` see ``LEAST_REST``."""
 
     @property
     @abstractmethod
@@ -102,22 +102,23 @@ class Gram(Frame):
     """A secret orthogonal map of the columns, the same for all rows, which are in order.
 
     Attributes:
-        known: directions of the known states; of the first ``t`` rows as many.
+        known: directions of the known states; of the first ``t`` rows as many. least: see ``LEAST_REST``.
     """
 
     betrays = True
     shown: Float[Tensor, "rows rows"]
     known: Basis
+    least: float
 
     @classmethod
-    def of(cls, rows: Float[Tensor, "rows d"]) -> "Gram":
+    def of(cls, rows: Float[Tensor, "rows d"], least: float = LEAST_REST) -> "Gram":
         rows, count = rows.double(), len(rows)
         shown, basis = rows.new_zeros(count, count), Basis.none(rows)
         for i in range(count):
             inside, rest = basis.split(rows[i : i + 1])
             shown[i, :i], shown[i, i] = inside[0], rest.norm()
-            basis = basis.with_rest(rest[0], LEAST_REST * float(rows[i].norm()))
-        return cls(shown, Basis.none(rows))
+            basis = basis.with_rest(rest[0], least * float(rows[i].norm()))
+        return cls(shown, Basis.none(rows), least)
 
     @property
     def count(self) -> int:
@@ -132,7 +133,7 @@ class Gram(Frame):
         _, rest = self.known.split(state[None])
         row = self.shown[self.count]
         # Both sides leave the same directions out: the released row says whether this is one.
-        used = float(row[self.count]) > LEAST_REST * float(row.norm())
+        used = float(row[self.count]) > self.least * float(row.norm())
         return replace(self, known=self.known.with_rest(rest[0], 0.0 if used else math.inf))
 
 
@@ -144,7 +145,7 @@ class Norms(Frame):
     count: int = 0
 
     @classmethod
-    def of(cls, rows: Float[Tensor, "rows d"]) -> "Norms":
+    def of(cls, rows: Float[Tensor, "rows d"], least: float = LEAST_REST) -> "Norms":
         return cls(_norms(rows))
 
     def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c 1"]:
@@ -159,7 +160,7 @@ class Span(Frame):
     """A secret square matrix that mixed the rows.
 
     Attributes:
-        space: orthonormal basis of the released rows. known: directions of the known states.
+        space: orthonormal basis of the released rows. known: directions of the known states. least: see ``LEAST_REST``.
         repeats: how many of the rows that are still unknown may add no direction.
     """
 
@@ -168,14 +169,15 @@ class Span(Frame):
     released: Float[Tensor, "more d"]
     space: Float[Tensor, "k d"]
     known: Basis
+    least: float
     repeats: int
 
     @classmethod
-    def of(cls, rows: Float[Tensor, "rows d"]) -> "Span":
+    def of(cls, rows: Float[Tensor, "rows d"], least: float = LEAST_REST) -> "Span":
         rows = rows.double()
         space, clear = RowSpace.of(rows, least=RELEASED).basis, RowSpace.of(rows).basis
         shown = rows.new_tensor([[0.0, 1.0]]).repeat(len(rows), 1)
-        return cls(shown, rows, space, Basis.none(rows), len(rows) - len(clear))
+        return cls(shown, rows, space, Basis.none(rows), least, len(rows) - len(clear))
 
     @property
     def count(self) -> int:
@@ -185,7 +187,7 @@ class Span(Frame):
         states = states.double()
         whole, rest = states.norm(dim=1), self.known.split(states)[1].norm(dim=1)
         outside = (states - (states @ self.space.T) @ self.space).norm(dim=1)
-        share = outside / rest.maximum(LEAST_REST * whole).clamp(min=1e-30)
+        share = outside / rest.maximum(self.least * whole).clamp(min=1e-30)
         if not self.repeats:  # then a state that the known rows span is not the next one
             share = torch.where(rest > SPANNED * whole, share, 1.0)
         return torch.stack([share, (1 - share.square()).clamp(min=0).sqrt()], 1)
