@@ -57,7 +57,7 @@ def invariants(
             "Sigma is of noise on the states, as a share of a row's length. Maps are of float32 rows, and what is "
             "released is rounded.",
             f"Model {setting.model}, {source['limit']} prompts of {source['prompts'] or 'the shipped set'} of up to "
-            f"{source['max_tokens']} tokens. {limit} Three weights and a bound of the proposals were chosen on ten of "
-            "the shipped prompts at layer 1. Seconds leave out tables and thresholds, made once for each layer.",
+            f"{source['max_tokens']} tokens. {limit} Three weights and a bound of the proposals were chosen on "
+            "shipped prompts at layer 1. Seconds leave out tables and thresholds, made once for each layer.",
         ],
     )  # fmt: skip

@@ -91,6 +91,17 @@ def test_prompts_come_back_exactly(builtin: TruncatedModel, attacker: VocabMatch
         assert recovery.evaluated_tokens < 2000 * len(prompt)
 
 
+@pytest.mark.parametrize("spec", ["row-mixing", "row-mixing:kind=orthogonal"])
+def test_a_prompt_that_repeats_a_word_is_read_behind_mixed_rows(builtin: TruncatedModel, spec: str) -> None:
+    """Its states are nearly alike. Some square matrices make a direction of theirs as small as rounding nearly is."""
+    tokens = builtin.tokenize("no no no no no yes no no no no yes yes no no no yes")
+    channel, attack = Channel.parse([spec]), VocabMatch()
+    observations = [channel.release(builtin, tokens, seed)[0] for seed in range(4)]
+    attack.fit(observations[0].info, builtin)
+    for found in attack.recover_batch(observations):
+        assert found.ids == tokens and all(one.verified for one in found.tokens)
+
+
 @pytest.mark.parametrize("case", ["layer", "noised first row", "missing first rows"])
 def test_what_is_no_state_of_the_layer_ends_soon(
     builtin: TruncatedModel, attacker: VocabMatch, case: str
