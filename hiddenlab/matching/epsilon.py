@@ -331,8 +331,8 @@ def _auto(sample: Sample, resolution: float, matcher: Matcher) -> Threshold:
         return found
     if not found.separable:
         return replace(found, chance=1.0)
-    floor = max(found.floor, FRAMES[matcher.invariant].enlarges * resolution)
-    return replace(found, relative=min(found.relative, max(ROOM * floor, resolution))).seen_on(sample)
+    least = FRAMES[matcher.invariant].rounding * resolution
+    return replace(found, relative=min(found.relative, max(ROOM * found.floor, least))).seen_on(sample)
 
 
 def auto_threshold(sample: Sample, resolution: float) -> Threshold:

@@ -40,12 +40,12 @@ class Frame(ABC):
     Attributes:
         shown: each row as it is compared, behind the rows before it, in double precision.
         betrays: a wrong token before a row shows in that row.
-        enlarges: how many times as large as in states rounding errors are where the rows of a prompt are nearly alike,
-            which those of measured texts are not.
+        rounding: how far right candidates may be, in rounding errors of one operation, whatever was measured: there
+            both sides may run passes of one shape, and texts whose rows are unlike each other.
     """
 
     betrays: ClassVar[bool] = False
-    enlarges: ClassVar[float] = 0.0
+    rounding: ClassVar[float] = 4.0
     shown: Float[Tensor, "rows k"]
 
     @classmethod
@@ -164,7 +164,7 @@ class Span(Frame):
         repeats: how many of the rows that are still unknown may add no direction.
     """
 
-    enlarges = 1 / LEAST_REST
+    rounding = 16 / LEAST_REST
     shown: Float[Tensor, "rows 2"]
     released: Float[Tensor, "more d"]
     space: Float[Tensor, "k d"]
