@@ -20,9 +20,9 @@ from hiddenlab.attacks.vocab_match import VocabMatch
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.matching.distance import Matcher, choose_matcher
-from hiddenlab.matching.epsilon import Apart, Sample
+from hiddenlab.matching.epsilon import Apart, Sample, _auto
 from hiddenlab.matching.explained import FLOOR, USUAL, explained_by
-from hiddenlab.matching.invariants import RELEASED
+from hiddenlab.matching.invariants import RELEASED, Span
 from hiddenlab.matching.row_space import ROUNDED
 from hiddenlab.models import TruncatedModel
 from hiddenlab.proposals.expected_states import RIDGE, ExpectedStates
@@ -427,6 +427,17 @@ def test_a_distance_weighs_as_much_as_two_normal_densities_say(
     assert float(apart.evidence(position, torch.tensor([distance]))) == pytest.approx(
         slow, abs=1e-2, rel=1e-3
     )
+
+
+@pytest.mark.parametrize(("info", "most"), [(ROWS, Span.farthest), (COLUMNS, 0.016)])
+def test_however_unsure_the_measured_texts_are_a_wrong_token_of_mixed_rows_is_not_near(
+    info: ObservationInfo, most: float
+) -> None:
+    """Right candidates of an ill-conditioned mixture came far away; the threshold must not follow them."""
+    right, wrong = torch.full((50,), 1e-3), torch.full((50, 4), 0.7)
+    sample = Sample(right, wrong, torch.ones(50), torch.arange(50))
+    found = _auto(sample, 1.2e-7, choose_matcher("auto", info))
+    assert found.separable and found.relative == pytest.approx(most, rel=1e-3)
 
 
 def test_distances_are_learned_position_by_position() -> None:

@@ -331,8 +331,9 @@ def _auto(sample: Sample, resolution: float, matcher: Matcher) -> Threshold:
         return found
     if not found.separable:
         return replace(found, chance=1.0)
-    least = FRAMES[matcher.invariant].rounding * resolution
-    return replace(found, relative=min(found.relative, max(ROOM * found.floor, least))).seen_on(sample)
+    frame = FRAMES[matcher.invariant]
+    room = max(ROOM * found.floor, frame.rounding * resolution)
+    return replace(found, relative=min(found.relative, room, frame.farthest)).seen_on(sample)
 
 
 def auto_threshold(sample: Sample, resolution: float) -> Threshold:

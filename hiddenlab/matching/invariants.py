@@ -42,10 +42,12 @@ class Frame(ABC):
         betrays: a wrong token before a row shows in that row.
         rounding: how far right candidates may be, in rounding errors of one operation, whatever was measured: there
             both sides may run passes of one shape, and texts whose rows are unlike each other.
+        farthest: a right candidate may be at most, whatever was measured.
     """
 
     betrays: ClassVar[bool] = False
     rounding: ClassVar[float] = 4.0
+    farthest: ClassVar[float] = math.inf
     shown: Float[Tensor, "rows k"]
 
     @classmethod
@@ -165,6 +167,8 @@ class Span(Frame):
     """
 
     rounding = 16 / LEAST_REST
+    # A later token of the prompt may come within 3e-3, and a state that is nearly spanned within SPANNED / LEAST_REST.
+    farthest = 1e-3
     shown: Float[Tensor, "rows 2"]
     released: Float[Tensor, "more d"]
     space: Float[Tensor, "k d"]
