@@ -8,6 +8,7 @@ up, stays readable and resumable.
 import json
 import math
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -102,13 +103,14 @@ def foreign_code(record: RunRecord) -> list[str]:
     spec, lists = record.spec, (record.spec.get("defense"), record.setup.get("attacks"))
     specs = [spec.get("attack"), *(one for given in lists if isinstance(given, list) for one in given)]
     checkpoint = [f"its model {spec.get('model')}"] if spec.get("trust_remote_code") else []
-    return checkpoint + [file for one in specs if isinstance(one, str) for file in registry.files_of(one)]
+    files = [file for one in specs if isinstance(one, str) for file in registry.files_of(one)]
+    return checkpoint + list(dict.fromkeys(files))
 
 
 def resume_command(record: RunRecord, path: Path) -> str:
     """Return the command that goes on with a run that has not ended."""
     trust = " --trust-remote-code" if foreign_code(record) else ""
-    return f"hiddenlab rerun {path} --resume{trust}"
+    return f"hiddenlab rerun {shlex.quote(str(path))} --resume{trust}"
 
 
 class Recorder:

@@ -57,6 +57,7 @@ def names(fakes: None) -> None:  # noqa: F811
     registry.register("attacks", "stopping", Stopping)
     registry.register("attacks", "sure-of-one", SureOfOne)
     registry.register("attacks", "stuck", Stuck)
+    registry.register("attacks", "empty", Empty)
     registry.register("attacks", "misread", Misread)
 
 
@@ -467,8 +468,8 @@ def test_of_two_readings_of_one_token_the_verified_one_is_believed(tiny_model: T
     shown, _ = Channel([]).release(model, [5])
     (token,) = read_as([5]).tokens
     sure = replace(read_as([5]), tokens=(replace(token, verified=True),))
-    guess, verified = Belief(model).weigh([read_as([9]), sure], shown)
-    assert verified > guess
+    guess, verified, longer = Belief(model).weigh([read_as([9]), sure, read_as([5, 9])], shown)
+    assert verified > guess and verified > longer
 
 
 def test_where_rows_say_nothing_the_likelier_text_is_believed(tiny_model: Truncated) -> None:
@@ -541,6 +542,23 @@ def test_the_attack_that_leads_is_the_first_of_those_that_convince(tiny_model: T
     assert allowed[1] > 2 * allowed[0]
 
 
+def test_an_answer_without_tokens_is_not_weighed_and_does_not_lead(tiny_model: Truncated) -> None:
+    """It cannot be weighed by the rows, and none of the others would be either."""
+    model, weighed = tiny_model("llama", 1), list[list[list[int]]]()
+
+    def promise(reads: Sequence[AttackResult], _: object) -> list[int]:
+        weighed.append([read.ids for read in reads])
+        return [0] * len(reads)
+
+    shown, made = released(model, [5], [7, 8]), [Step("empty"), Step("unsure")]
+    empty, reads = attack_all(shown, model, 0, 60.0, silent, made, promise)
+    assert (
+        weighed == [[[5]]]
+        and list(reads.results) == [0, 1]
+        and not any(read.ids for read in empty.results.values())
+    )
+
+
 def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
     """The first attack reads the shortest prompt at once, and never ends with the others."""
     model, allowed = tiny_model("llama", 1), []
@@ -564,6 +582,11 @@ def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
 class Misread(Unsure):
     def _recover(self, observation: Observation) -> AttackResult:
         return read_as([9])
+
+
+class Empty(Unsure):
+    def _recover(self, observation: Observation) -> AttackResult:
+        return read_as([])
 
 
 class Stuck(Unsure):

@@ -17,8 +17,10 @@ from hiddenlab.attacks.beam_decoding import BeamDecoding
 from hiddenlab.attacks.nearest import NearestEmbedding
 from hiddenlab.attacks.sipit import SipIt
 from hiddenlab.attacks.vocab_match import VocabMatch
+from hiddenlab.attacks.vocab_match.task import Task
 from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
+from hiddenlab.matching.batching import Search
 from hiddenlab.matching.distance import Matcher, choose_matcher
 from hiddenlab.matching.epsilon import Apart, Sample, _auto
 from hiddenlab.matching.explained import FLOOR, USUAL, explained_by
@@ -30,7 +32,7 @@ from hiddenlab.proposals.regressions import expected_states_for
 from hiddenlab.proposals.ridge import KnownRows
 from hiddenlab.proposals.store import training_channel
 from hiddenlab.secret_maps import FACT, invariant_of
-from hiddenlab.types import Observation, ObservationInfo, Site
+from hiddenlab.types import Observation, ObservationInfo, Site, TokenPrediction
 from hiddenlab.utils.random import orthogonal
 
 # The package holds the function of that name.
@@ -212,6 +214,17 @@ def test_states_of_which_little_is_new_are_not_lost_to_rounding() -> None:
         assert float(found[0]) > 0.9  # what the known rows span is no proof
 
 
+@pytest.mark.parametrize("share", [1e-6, 1e-5, 4e-5])
+def test_a_state_that_nearly_repeats_those_before_it_counts_as_a_repeat(share: float) -> None:
+    """Else no candidate for it would fit: rounding is compared, and rows of fewer directions than tokens."""
+    *rows, fresh = drawn(7, 64)
+    rows[3] = sum(rows[:3]) + share * sum(rows[:3]).norm() * fresh / fresh.norm()
+    rows = torch.stack(rows)
+    for seed in range(5):
+        matcher = behind(ROWS, orthogonal(6, seeded(seed)).float() @ rows, rows[:3])
+        assert float(distances(matcher, rows[3:4], 3)) < 1e-3
+
+
 def test_a_whole_prompt_is_viewed_like_its_positions_one_by_one() -> None:
     rows, beside = drawn(5, 16), drawn(5, 2, 16, seed=1)
     for info in (COLUMNS, EACH_ROW, ROWS):
@@ -384,6 +397,29 @@ def test_a_token_that_repeats_a_state_does_not_come_before_one_that_adds_a_direc
         assert [token.verified for token in found.tokens][:4].count(True) >= 3
 
 
+@pytest.mark.parametrize("matches", [1, 5, 99])
+def test_a_second_token_counts_what_ran_behind_other_first_tokens(
+    tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, matches: int
+) -> None:
+    """Each of them is a chance of a wrong match."""
+    model, ran = tiny_model("llama", 1), list[int]()
+    observation = released(model, "orthogonal:fresh=row", tokens=[5, 77])
+
+    def openings(task: Task) -> Search:
+        return [TokenPrediction(token, 0, 0.0, None, 1, True) for token in (3, 5, 9)]
+        yield
+
+    def searched(task: Task) -> Search:
+        ran.append(10 + len(ran))
+        task.accept(TokenPrediction(77, len(task.found), 0.0, None, ran[-1], len(ran) == matches))
+        yield from ()
+
+    monkeypatch.setattr(behind_map, "_openings", openings)
+    monkeypatch.setattr(behind_map, "find_next", searched)
+    found = VocabMatch().fit(observation.info, model).recover(observation)
+    assert found.tokens[1].evaluated == sum(ran) and len(ran) == min(matches, 10)
+
+
 @pytest.mark.parametrize("budget", [None, 100])
 def test_behind_a_token_that_nothing_matches_few_candidates_run(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch, budget: int | None
@@ -430,14 +466,34 @@ def test_a_distance_weighs_as_much_as_two_normal_densities_say(
 
 
 @pytest.mark.parametrize(("info", "most"), [(ROWS, Span.farthest), (COLUMNS, 0.016)])
-def test_however_unsure_the_measured_texts_are_a_wrong_token_of_mixed_rows_is_not_near(
-    info: ObservationInfo, most: float
-) -> None:
+def test_the_threshold_of_mixed_rows_is_a_thousandth_at_most(info: ObservationInfo, most: float) -> None:
     """Right candidates of an ill-conditioned mixture came far away; the threshold must not follow them."""
     right, wrong = torch.full((50,), 1e-3), torch.full((50, 4), 0.7)
     sample = Sample(right, wrong, torch.ones(50), torch.arange(50))
     found = _auto(sample, 1.2e-7, choose_matcher("auto", info))
     assert found.separable and found.relative == pytest.approx(most, rel=1e-3)
+    assert found.reach == 1 and found.doubt < 1e-3
+
+
+def test_where_right_candidates_are_beyond_the_largest_threshold_nothing_is_certain() -> None:
+    """So rounded rows are searched like noised ones, although wrong candidates are far."""
+    right, wrong = torch.full((50,), 3e-3), torch.full((50, 4), 0.5)
+    sample = Sample(right, wrong, torch.ones(50), torch.arange(50))
+    found = _auto(sample, 8e-3, choose_matcher("auto", ROWS))
+    assert found.separable and found.reach == 0 and found.doubt == 1
+
+
+@pytest.mark.parametrize(("rows", "tells"), [(59, True), (60, True), (61, False), (64, False), (69, False)])
+def test_mixed_rows_that_span_the_whole_space_tell_nothing(rows: int, tells: bool) -> None:
+    assert Span.of(drawn(rows, 64)).tells is tells
+
+
+def test_mixed_rows_that_span_the_whole_space_are_refused(tiny_model: LoadModel) -> None:
+    model = tiny_model("llama", 1)
+    observation = released(model, f"row-mixing:shield={model.width}")
+    attack = VocabMatch().fit(observation.info, model)
+    with pytest.raises(NotApplicableError, match="every token lies in the space that they span"):
+        attack.recover(observation)
 
 
 def test_distances_are_learned_position_by_position() -> None:

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hiddenlab.attacks.vocab_match.task import Task, Trials, find_next
+from hiddenlab.errors import NotApplicableError
 from hiddenlab.matching.batching import ForwardCall, Search, Together
 from hiddenlab.matching.epsilon import Apart
 from hiddenlab.matching.explained import explained_by
@@ -52,19 +53,28 @@ def behind_map(task: Task) -> Search:
 
     A first token counts as verified only together with the next one that proves something, which is found in its
     context.
+
+    Raises:
+        NotApplicableError: mixed rows span the whole space of states.
     """
+    if (behind := task.matcher.frame) is not None and not behind.tells:
+        raise NotApplicableError(
+            f"there are as many mixed rows as a state has numbers ({task.raw.shape[1]}), or nearly: every token "
+            "lies in the space that they span"
+        )
     if task.apart is not None:
         yield from _behind_noise(task, task.apart)
         return
     openings = yield from _openings(task)
-    yield from _begin(task, openings)
+    in_vain = yield from _begin(task, openings)
     allowed = task.budget
     while len(task.found) < len(task.rows):
         if missed := _missed(task):
             few = LOST[min(missed, len(LOST)) - 1]
             task.budget = min(few, allowed or few)
         yield from _next(task)
-        task.budget = allowed
+        _count(task, in_vain)
+        task.budget, in_vain = allowed, 0
     # A state that lies in the space of those before it lies in the released space too, whatever the prompt.
     frame = task.matcher.frame
     proves = frame.known.directions.any(1).tolist() if isinstance(frame, Span) else [True] * len(task.found)
@@ -87,6 +97,7 @@ def _next(task: Task) -> Search:
     Mixed rows may have fewer directions than there are tokens: a token may repeat a state. Then a candidate that
     repeats one fits as well as the right token, and must not come before it.
     """
+    in_vain = 0
     if isinstance(frame := task.matcher.frame, Span) and frame.repeats:
         trial = task.fork()
         trial.matcher = replace(trial.matcher, frame=replace(frame, repeats=0))
@@ -97,7 +108,15 @@ def _next(task: Task) -> Search:
             trial.matcher = replace(trial.matcher, frame=replace(behind, repeats=frame.repeats))
             vars(task).update(vars(trial) | {"budget": task.budget})
             return
+        in_vain = trial.found[-1].evaluated
     yield from find_next(task)
+    _count(task, in_vain)
+
+
+def _count(task: Task, more: int) -> None:
+    """Add candidates that ran for the last token in vain: the more ran, the likelier is a chance match."""
+    last = task.found[-1]
+    task.found[-1] = replace(last, evaluated=last.evaluated + more)
 
 
 def _openings(task: Task) -> Search:
@@ -115,9 +134,14 @@ def _openings(task: Task) -> Search:
 
 
 def _begin(task: Task, openings: list[TokenPrediction]) -> Search:
-    """Accept the first opening behind which a second token matches, and that token; the nearest where none does."""
+    """Accept the first opening behind which a second token matches, and that token; the nearest where none does.
+
+    Returns:
+        How many candidates ran in vain for a second token that is still to be found.
+    """
     several = len(openings) > 1 and len(task.rows) > 1
     assert task.explained is not None
+    in_vain = 0
     for budget in SECOND if several else ():
         for opening in openings:
             trial = replace(
@@ -127,9 +151,12 @@ def _begin(task: Task, openings: list[TokenPrediction]) -> Search:
             yield from _take(trial, opening)
             yield from _next(trial)
             if trial.found[1].verified:
+                _count(trial, in_vain)
                 vars(task).update(vars(trial) | {"budget": task.budget, "exhausted": False})
-                return
+                return 0
+            in_vain += trial.found[1].evaluated
     yield from _take(task, openings[0])
+    return in_vain
 
 
 def _take(task: Task, opening: TokenPrediction) -> Search:

@@ -15,6 +15,7 @@ from hiddenlab.eval.assess.ensemble import verified
 from hiddenlab.matching.distance import Matcher, choose_matcher
 from hiddenlab.models import Request, TruncatedModel
 from hiddenlab.proposals.corpus import Corpus
+from hiddenlab.row_facts import extra_rows
 from hiddenlab.secret_maps import is_mapped
 from hiddenlab.types import AttackResult, Observation, ObservationInfo
 from hiddenlab.utils.random import generator
@@ -121,13 +122,14 @@ class Belief:
     def weigh(self, answers: Sequence[AttackResult], observation: Observation) -> list[tuple[int, float]]:
         """Return for each answer to one prompt how far it is believed; the larger the better.
 
-        Answers are weighed by the rows and the language model. Where one cannot be weighed by the rows, or all are of
-        one token, of which neither says anything, verified tokens come first, and then the language model. (An attack
-        verifies a token behind those that it took before. Where noise or rounding makes right and wrong overlap, these
-        may be wrong, and the token all the same.)
+        Answers are weighed by the rows and the language model. Where one cannot be weighed by the rows, verified tokens
+        come first, and then the language model. So do they where the prompt is of one token, or all answers are:
+        neither rows nor language say anything of a first token. (An attack verifies a token behind those that it took
+        before. Where noise or rounding makes right and wrong overlap, these may be wrong, and the token all the same.)
         """
         explained = [self._evidence(answer, observation) for answer in answers]
-        unknown = None in explained or all(len(answer.ids) < 2 for answer in answers)
+        short = len(observation.states) - extra_rows(observation.info) < 2
+        unknown = None in explained or short or all(len(answer.ids) < 2 for answer in answers)
         return [
             (
                 verified(answer) if unknown and not self._replaced else 0,

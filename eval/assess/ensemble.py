@@ -255,7 +255,10 @@ def attack_all(
 
     if len(observations) > 1:  # with one prompt there is nothing to learn from it for others
         spend([run for run in runs if not (run.step.inexact and exact)], [shortest], LOOK * seconds, 0.0)
-        looked = [run for run in runs if shortest in run.attempt.results]
+        # An answer without a token is none to weigh.
+        looked = [
+            run for run in runs if shortest in run.attempt.results and run.attempt.results[shortest].ids
+        ]
         answers = [run.attempt.results[shortest] for run in looked]
         believed = promise(answers, observations[shortest])
         looked = [looked[n] for n in sorted(range(len(looked)), key=believed.__getitem__, reverse=True)]

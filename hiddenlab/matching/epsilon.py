@@ -207,10 +207,10 @@ def threshold_for(
     def measured() -> Threshold:
         resolution = max(torch.finfo(model.dtype).eps, torch.finfo(parse_dtype(info.provider_dtype)).eps)
         few = _auto(measure(model, info, matcher, seed, few=True), resolution, matcher)
-        if max(few.floor, resolution) * CLEAR < few.gap:
+        if max(few.floor, resolution) * CLEAR < few.gap and few.doubt < 1:
             return few
         found = _auto(sample := measure(model, info, matcher, seed), resolution, matcher)
-        if matcher.invariant is None or found.separable:
+        if matcher.invariant is None or found.doubt < 1:
             return found
         noised = replace(matcher, least=min(MOST_REST, REST * float(sample.right.median())))
         return replace(found, apart=Apart.of(measure(model, info, noised, seed), noised.least))
@@ -324,7 +324,8 @@ def _auto(sample: Sample, resolution: float, matcher: Matcher) -> Threshold:
 
     Behind few known rows an invariant is few numbers, in which wrong candidates of a large vocabulary come far nearer
     than those of a sample do. And the space that noised rows span holds a prompt's later tokens as well as the next. So
-    where noise makes right and wrong overlap, nothing is certain.
+    where noise makes right and wrong overlap, or most right candidates are farther than any threshold may be
+    (``Frame.farthest``), nothing is certain.
     """
     found = auto_threshold(sample, resolution)
     if matcher.invariant is None:

@@ -30,8 +30,11 @@ LEAST_REST = 1e-2
 # Of mixed rows, a state whose rest is shorter than this share of it is spanned by the known rows, up to rounding.
 SPANNED = 5e-5
 # Of the largest singular value of mixed rows: what float32 leaves of a direction that no row has. One between this and
-# ``ROUNDED`` may be a token's that repeats a state, or a mixture made it that small.
+# ``SPANNED`` may be a token's that repeats a state, or a mixture made it that small.
 RELEASED = 2e-8
+# Directions outside of the space of mixed rows, below which wrong candidates lie in it by chance: with one, 17 of 4,000
+# random ones came within ``Span.farthest``.
+OUTSIDE = 4
 
 
 class Frame(ABC):
@@ -40,9 +43,10 @@ class Frame(ABC):
     Attributes:
         shown: each row as it is compared, behind the rows before it, in double precision.
         betrays: a wrong token before a row shows in that row.
-        rounding: how far right candidates may be, in rounding errors of one operation, whatever was measured: there
-            both sides may run passes of one shape, and texts whose rows are unlike each other.
-        farthest: a right candidate may be at most, whatever was measured.
+        rounding: a threshold may be so many rounding errors of one operation, however near the measured candidates
+            came: in the measurement both sides may run passes of one shape, and the attack's passes have others. Three
+            were seen by norms. A nearer wrong candidate still bounds it.
+        farthest: the largest threshold, however far right candidates came in the measurement.
     """
 
     betrays: ClassVar[bool] = False
@@ -59,6 +63,11 @@ class Frame(ABC):
     @abstractmethod
     def count(self) -> int:
         """How many states are known."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether the rows tell candidates apart at all."""
+        return True
 
     @abstractmethod
     def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c k"]:
@@ -166,8 +175,9 @@ class Span(Frame):
         repeats: how many of the rows that are still unknown may add no direction.
     """
 
+    # Sixteen rounding errors of a state, of which a hundredth is compared (``LEAST_REST``).
     rounding = 16 / LEAST_REST
-    # A later token of the prompt may come within 3e-3, and a state that is nearly spanned within SPANNED / LEAST_REST.
+    # A later token of the prompt came within 3e-3 of "no no no no no yes", and right tokens of it within 5e-4.
     farthest = 1e-3
     shown: Float[Tensor, "rows 2"]
     released: Float[Tensor, "more d"]
@@ -179,13 +189,18 @@ class Span(Frame):
     @classmethod
     def of(cls, rows: Float[Tensor, "rows d"], least: float = LEAST_REST) -> "Span":
         rows = rows.double()
-        space, clear = RowSpace.of(rows, least=RELEASED).basis, RowSpace.of(rows).basis
+        space, clear = (RowSpace.of(rows, least=least).basis for least in (RELEASED, SPANNED))
         shown = rows.new_tensor([[0.0, 1.0]]).repeat(len(rows), 1)
         return cls(shown, rows, space, Basis.none(rows), least, len(rows) - len(clear))
 
     @property
     def count(self) -> int:
         return len(self.known.directions)
+
+    @property
+    def tells(self) -> bool:
+        rank, width = self.space.shape
+        return rank <= width - OUTSIDE
 
     def view(self, states: Float[Tensor, "c d"]) -> Float[Tensor, "c 2"]:
         states = states.double()

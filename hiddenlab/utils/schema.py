@@ -123,7 +123,11 @@ def check(value: Any, form: type[T], where: str) -> T:
     Raises:
         InputError: it does not have that form; the message names the field.
     """
-    return _checked(json.dumps(value), form, where)
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{where} holds what no JSON file can hold: {error}") from None
+    return _checked(text, form, where)
 
 
 def check_format(value: Any, known: int, where: str) -> None:
