@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
+import torch
+from jaxtyping import Float
 from pydantic import Field
+from torch import Tensor
 
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.row_facts import KEPT, ROW_SPACE, extra_rows
@@ -19,6 +22,11 @@ FACT = "secret_map"
 Invariant = Literal["gram", "norms", "span"]
 # What a map is of -> what it leaves. The order matters: of two maps of columns the later in this order is what remains.
 LEAVES: dict[str, Invariant] = {"columns": "gram", "each-row": "norms", "rows": "span"}
+
+# How near inner products, norms or spaces are alike, as a share: rounding to bfloat16 leaves 1e-3. Noise moves inner
+# products as far as it moves the rows: ``LESS`` of that is no noise. Rows count as changed that moved by ``MOVED`` of
+# their length. By the cosine of a row with itself behind a map, it is another row, or only its length has changed.
+ALIKE, LESS, MOVED, ANOTHER, SAME = 0.01, 0.1, 0.1, 0.25, 0.99
 
 TURNED = "turned_blocks"  # the fact that rows were hidden as KV-Cloak does
 
@@ -63,6 +71,33 @@ def with_map(info: ObservationInfo, of: str) -> ObservationInfo:
     """
     maps = sorted({*info.facts.get(FACT, ()), of}, key=list(LEAVES).index)
     return replace(info, facts={**info.facts, FACT: maps})
+
+
+def map_between(before: Float[Tensor, "rows d"], after: Float[Tensor, "more k"]) -> str | None:
+    """Return which map explains what became of rows, a key of ``LEAVES``; None where none does, or rows are too few.
+
+    Behind noise or coarse rounding none is seen.
+    """
+    rows, width = before.shape
+    if after.shape != before.shape or not 2 <= rows <= width // 2:
+        return None
+    before, after = before.double(), after.double()
+    lengths, others = (states.norm(dim=1).clamp(min=1e-30) for states in (before, after))
+    moved = (after - before).norm(dim=1)
+    if float((moved / lengths).median()) < MOVED:
+        return None
+    turned = (after @ after.T - before @ before.T).abs()
+    if bool((turned <= ALIKE * lengths.outer(lengths)).all() and (turned <= LESS * moved.outer(moved)).all()):
+        return "columns"
+    cosine = float(((before * after).sum(1) / (lengths * others)).abs().median())
+    if cosine < ANOTHER and bool(((others - lengths).abs() <= ALIKE * lengths).all()):
+        return "each-row"
+    if cosine < SAME and all(
+        float((given - given @ torch.linalg.pinv(space) @ space).norm()) <= ALIKE * float(given.norm())
+        for given, space in ((before, after), (after, before))
+    ):
+        return "rows"
+    return None
 
 
 def is_mapped(info: ObservationInfo) -> bool:

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from hiddenlab import registry
 from hiddenlab.errors import HiddenlabError, InputError
+from hiddenlab.secret_maps import is_mapped, map_between
 from hiddenlab.types import ObservationInfo, Site
 
 LOAD_OPTIONS = ("dtype", "quantization")
 REPLACED = "replaced_tokens"  # the fact that rows are of other tokens than the prompt's
+# What a stage did to rows, by what its map is of.
+MAPPED = {
+    "columns": "turned the coordinates of all rows by one orthogonal map",
+    "each-row": "turned the coordinates of each row by an orthogonal map of its own",
+    "rows": "mixed rows",
+}
 SUPPOSED = "supposed_channel"  # the fact that an attacker supposes the channel, whose code he does not know
 
 
@@ -356,16 +363,24 @@ def check_release(defense: Defense, before: Tensor, states: Tensor, order: tuple
             f"the defense {defense.spec} reports a row order that is no permutation of {rows} rows"
         )
     untold = ObservationInfo("", (), Site(1))
-    if states.shape[1] != before.shape[1] and defense.publish(untold) == untold:
+    told = defense.publish(untold)
+    if states.shape[1] != before.shape[1] and told == untold:
         raise HiddenlabError(
             f"the defense {defense.spec} released rows of {states.shape[1]} numbers in place of {before.shape[1]}, and "
             "its method 'publish' says nothing of it"
         )
     # Attacks would take each row for another token's, and the defense would look as if it held.
-    if defense.publish(untold) == untold and is_shuffled(before, states, order):
+    if told.rows_permuted or told.columns_permuted or is_mapped(told):
+        return
+    if is_shuffled(before, states, order):
         raise HiddenlabError(
             f"the defense {defense.spec} shuffled rows or coordinates, and its method 'publish' says nothing of it: "
             "set rows_permuted or columns_permuted"
+        )
+    if is_own(defense) and (of := map_between(before, states.to(before.device))) is not None:
+        raise HiddenlabError(
+            f"the defense {defense.spec} {MAPPED[of]}, and its method 'publish' says nothing of it: let it return "
+            f"hiddenlab.secret_maps.with_map(info, {of!r})"
         )
 
 

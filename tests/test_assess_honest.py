@@ -37,6 +37,7 @@ from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.report.markdown import write_report
 from hiddenlab.row_facts import with_extra_rows
 from hiddenlab.runner import Interrupted
+from hiddenlab.secret_maps import with_map
 from hiddenlab.stages import Stage
 from hiddenlab.types import (
     AttackResult,
@@ -46,6 +47,7 @@ from hiddenlab.types import (
     TokenPrediction,
     silent,
 )
+from hiddenlab.utils.random import orthogonal
 from tests.test_assess import Knowing, Unsure, fakes, released, steps  # noqa: F401  (a fixture of every test)
 from tests.test_assess_record import Stopping
 
@@ -226,6 +228,72 @@ def test_a_defense_that_shuffles_in_secret_is_refused(tiny_model: Truncated, way
     with pytest.raises(HiddenlabError, match="shuffled rows or coordinates"):
         Channel([Shuffling()]).release(model, [5, 6, 7])
     assert Channel([Honest()]).release(model, [5, 6, 7])[0].info.rows_permuted
+
+
+WAYS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None]] = {
+    "turned": (lambda rows: rows @ turns(rows.shape[1]), "columns"),
+    "signs": (lambda rows: rows * turns(rows.shape[1])[0].sign(), "columns"),
+    "turned and rounded": (lambda rows: (rows @ turns(rows.shape[1])).bfloat16().float(), "columns"),
+    "each turned": (
+        lambda rows: torch.stack([row @ turns(len(row), i) for i, row in enumerate(rows)]),
+        "each-row",
+    ),
+    "mixed": (lambda rows: torch.randn(len(rows), len(rows), generator=seeded()) @ rows, "rows"),
+    "noised": (
+        lambda rows: rows + 0.3 * rows.norm(dim=1, keepdim=True) * turns(rows.shape[1])[: len(rows)],
+        None,
+    ),
+    "noised, of one length": (
+        lambda rows: (
+            torch.nn.functional.normalize(rows + 0.1 * torch.randn(rows.shape, generator=seeded()))
+            * rows.norm(dim=1, keepdim=True)
+        ),
+        None,
+    ),
+    "of another length": (lambda rows: 3 * rows, None),
+    "rounded": (lambda rows: rows.round(decimals=1), None),
+    "zeros": (torch.zeros_like, None),
+}
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def turns(width: int, seed: int = 0) -> torch.Tensor:
+    return orthogonal(width, seeded(seed)).float()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("facts", [{}, {"gain": 2}])
+def test_a_defense_that_maps_rows_in_secret_is_refused(
+    tiny_model: Truncated, way: str, facts: dict[str, int]
+) -> None:
+    """Attacks on plain rows read nothing of such rows, and the defense would look as if it held."""
+    mapped, of = WAYS[way]
+
+    class Mapping(Stage):
+        spec = "mapping"
+
+        def states(self, states: torch.Tensor, generator: torch.Generator) -> Any:
+            return mapped(states), None, {}
+
+        def publish(self, info: ObservationInfo) -> ObservationInfo:
+            return replace(info, facts={**info.facts, **facts})
+
+    class Honest(Mapping):
+        def publish(self, info: ObservationInfo) -> ObservationInfo:
+            return with_map(super().publish(info), of or "rows")
+
+    model, tokens = tiny_model("llama", 1), [5, 6, 7, 40, 9, 8]
+    assert Channel([Honest()]).release(model, tokens)[0].info.facts
+    if of is None:
+        assert Channel([Mapping()]).release(model, tokens)[0].info.facts == facts
+        return
+    with pytest.raises(
+        HiddenlabError, match=rf"says nothing of it: let it return .*with_map\(info, '{of}'\)"
+    ):
+        Channel([Mapping()]).release(model, tokens)
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([5, 6]), {5, 6}])

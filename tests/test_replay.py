@@ -14,6 +14,7 @@ from hiddenlab.channels import Channel
 from hiddenlab.errors import InputError, NotApplicableError
 from hiddenlab.models import TruncatedModel
 from hiddenlab.row_facts import with_extra_rows
+from hiddenlab.secret_maps import with_map
 from hiddenlab.stages import Stage
 from hiddenlab.types import AttackResult, Observation, ObservationInfo
 from tests.planted_faults import OneOrder, SeedZero, noised
@@ -90,6 +91,9 @@ class Mixed(Stage):
 
     def states(self, states: Tensor, generator: torch.Generator) -> Any:
         return always(len(states), len(states)) @ states, None, {}
+
+    def publish(self, info: ObservationInfo) -> ObservationInfo:
+        return with_map(info, "rows")
 
 
 class Nothing(Stage):

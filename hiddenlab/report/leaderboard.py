@@ -25,7 +25,9 @@ figures stand below.
 - Time decides where attacks need more of it than they have. The commands behind the last table say how many minutes,
   prompts and processor threads a row had. A faster machine reads at least as much.
 - To repeat a row, take the defense as it stands here: `hiddenlab assess DEFENSE --layer LAYER --limit 20 --max-tokens
-  40 --threads 1` for the built-in model, with `--model MODEL --limit 10` for the other one."""
+  40 --threads 1 --stream STREAM` for the built-in model, with `--model MODEL --limit 10` for the other one. That
+  measures with your version of the lab, which may read more than the row's commit did.
+- Time and bytes over plain are of one release up to that layer, and not of a whole inference."""
 SHORT = ("verdict", "leak", "top1_agreement", "attack")  # behind the keys that differ
 
 
