@@ -234,6 +234,13 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None]] = {
     "turned": (lambda rows: rows @ turns(rows.shape[1]), "columns"),
     "signs": (lambda rows: rows * turns(rows.shape[1])[0].sign(), "columns"),
     "turned and rounded": (lambda rows: (rows @ turns(rows.shape[1])).bfloat16().float(), "columns"),
+    "turned and noised": (
+        lambda rows: (
+            rows @ turns(rows.shape[1])
+            + 0.05 * rows.norm(dim=1, keepdim=True) * turns(rows.shape[1], 9)[: len(rows)]
+        ),
+        "columns",
+    ),
     "each turned": (
         lambda rows: torch.stack([row @ turns(len(row), i) for i, row in enumerate(rows)]),
         "each-row",
