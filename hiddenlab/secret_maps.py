@@ -76,7 +76,7 @@ def with_map(info: ObservationInfo, of: str) -> ObservationInfo:
 def map_between(before: Float[Tensor, "rows d"], after: Float[Tensor, "more k"]) -> str | None:
     """Return which map explains what became of rows, a key of ``LEAVES``; None where none does, or rows are too few.
 
-    Behind noise or rounding of more than a twentieth of a row none is seen.
+    Behind noise or rounding of more than a fiftieth of a row none is seen.
     """
     rows, width = before.shape
     if after.shape != before.shape or not 2 <= rows <= width // 2:

@@ -237,7 +237,7 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None]] = {
     "turned and noised": (
         lambda rows: (
             rows @ turns(rows.shape[1])
-            + 0.05 * rows.norm(dim=1, keepdim=True) * turns(rows.shape[1], 9)[: len(rows)]
+            + 0.02 * rows.norm(dim=1, keepdim=True) * turns(rows.shape[1], 9)[: len(rows)]
         ),
         "columns",
     ),
