@@ -483,6 +483,16 @@ def test_where_right_candidates_are_beyond_the_largest_threshold_nothing_is_cert
     assert found.separable and found.reach == 0 and found.doubt == 1
 
 
+@pytest.mark.parametrize(("gap", "certain"), [(0.012, False), (0.15, False), (0.2, True)])
+def test_where_wrong_candidates_come_nearly_as_near_as_right_ones_nothing_is_certain(
+    gap: float, certain: bool
+) -> None:
+    """Those of a whole vocabulary come nearer than the few that were measured."""
+    sample = Sample(torch.full((50,), 0.01), torch.full((50, 4), gap), torch.ones(50), torch.arange(50))
+    found = _auto(sample, 8e-3, choose_matcher("auto", COLUMNS))
+    assert found.separable and (found.doubt < 1) is certain
+
+
 @pytest.mark.parametrize(("rows", "tells"), [(59, True), (60, True), (61, False), (64, False), (69, False)])
 def test_mixed_rows_that_span_the_whole_space_tell_nothing(rows: int, tells: bool) -> None:
     assert Span.of(drawn(rows, 64)).tells is tells

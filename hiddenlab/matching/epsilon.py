@@ -324,13 +324,13 @@ def _auto(sample: Sample, resolution: float, matcher: Matcher) -> Threshold:
 
     Behind few known rows an invariant is few numbers, in which wrong candidates of a large vocabulary come far nearer
     than those of a sample do. And the space that noised rows span holds a prompt's later tokens as well as the next. So
-    where noise makes right and wrong overlap, or most right candidates are farther than any threshold may be
-    (``Frame.farthest``), nothing is certain.
+    where right and wrong overlap, or leave less than that room between them, or most right candidates are farther than
+    any threshold may be (``Frame.farthest``), nothing is certain.
     """
     found = auto_threshold(sample, resolution)
     if matcher.invariant is None:
         return found
-    if not found.separable:
+    if ROOM * found.floor > found.gap:
         return replace(found, chance=1.0)
     frame = FRAMES[matcher.invariant]
     room = max(ROOM * found.floor, frame.rounding * resolution)
