@@ -146,10 +146,17 @@ class Attack:
             check_observation(observation, self.model, any_width=self.any_width)
         results = self._recover_batch(observations)
         for result in results:
-            if wrong := [token for token in result.ids if not 0 <= token < self.model.vocab_size]:
-                raise InputError(
-                    f"{type(self).__name__} returned the token {wrong[0]}, and the model has {self.model.vocab_size}"
-                )
+            for token in result.tokens:
+                if type(token.token) is not int or not 0 <= token.token < self.model.vocab_size:
+                    raise InputError(
+                        f"{type(self).__name__} returned the token {token.token!r}; the model's are whole numbers "
+                        f"from 0 to {self.model.vocab_size - 1}"
+                    )
+                if type(token.row) is not int or token.row < -1:
+                    raise InputError(
+                        f"{type(self).__name__} returned a token of row {token.row!r}; rows are whole numbers from 0, "
+                        "and -1 is a token without one"
+                    )
         return [
             replace(result, text=self.model.text(result.ids), pieces=tuple(pieces_of(self.model, result)))
             for result in results

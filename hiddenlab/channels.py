@@ -386,7 +386,8 @@ class Channel:
         # A copy: the pass's buffer holds the states of the prefix and of other prompts too.
         states = states[len(states) - rows :].clone()
         for i, defense in enumerate(self.defenses):
-            returned = self._returned(i, states, prepared, provider, run)
+            # A copy: a stage may work in place, and its rows are compared with those that it got.
+            returned = self._returned(i, states.clone(), prepared, provider, run)
             if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], Tensor)):
                 raise HiddenlabError(
                     f"the method 'states' of the defense {defense.spec} must return three things: the rows as a "

@@ -23,10 +23,11 @@ Invariant = Literal["gram", "norms", "span"]
 # What a map is of -> what it leaves. The order matters: of two maps of columns the later in this order is what remains.
 LEAVES: dict[str, Invariant] = {"columns": "gram", "each-row": "norms", "rows": "span"}
 
-# How near inner products, norms or spaces are alike, as a share: rounding to bfloat16 leaves 1e-3. Noise moves inner
+# How near inner products, lengths or spaces are alike, as a share: rounding to bfloat16 leaves 1e-3. Noise moves inner
 # products as far as it moves the rows: ``LESS`` of that is no noise. Rows count as changed that moved by ``MOVED`` of
-# their length. By the cosine of a row with itself behind a map, it is another row, or only its length has changed.
-ALIKE, LESS, MOVED, ANOTHER, SAME = 0.01, 0.1, 0.1, 0.25, 0.99
+# their length. A row whose cosine with itself is below ``ANOTHER`` is another row. A mixture in which less than
+# ``OWN`` of a row is of the row itself hides which token it is of; smoothing leaves two thirds.
+ALIKE, LESS, MOVED, ANOTHER, OWN = 0.01, 0.1, 0.1, 0.25, 1 / 3
 
 TURNED = "turned_blocks"  # the fact that rows were hidden as KV-Cloak does
 
@@ -81,23 +82,27 @@ def map_between(before: Float[Tensor, "rows d"], after: Float[Tensor, "more k"])
     rows, width = before.shape
     if after.shape != before.shape or not 2 <= rows <= width // 2:
         return None
-    before, after = before.double(), after.double()
-    lengths, others = (states.norm(dim=1).clamp(min=1e-30) for states in (before, after))
+    lengths, others = (states.double().norm(dim=1).clamp(min=1e-30) for states in (before, after))
+    # Row by row: one attention sink may be a hundred times as long as other rows.
+    before, after = before.double() / lengths[:, None], after.double() / others[:, None]
     moved = (after - before).norm(dim=1)
-    if float((moved / lengths).median()) < MOVED:
+    if float(moved.median()) < MOVED:
         return None
     turned = (after @ after.T - before @ before.T).abs()
-    if bool((turned <= ALIKE * lengths.outer(lengths)).all() and (turned <= LESS * moved.outer(moved)).all()):
+    if bool((turned <= ALIKE).all() and (turned <= LESS * moved.outer(moved)).all()):
         return "columns"
-    cosine = float(((before * after).sum(1) / (lengths * others)).abs().median())
+    cosine = float((before * after).sum(1).abs().median())
     if cosine < ANOTHER and bool(((others - lengths).abs() <= ALIKE * lengths).all()):
         return "each-row"
-    if cosine < SAME and all(
-        float((given - given @ torch.linalg.pinv(space) @ space).norm()) <= ALIKE * float(given.norm())
-        for given, space in ((before, after), (after, before))
+    mixture = after @ torch.linalg.pinv(before)
+    back = before @ torch.linalg.pinv(after)
+    if bool(
+        ((after - mixture @ before).norm(dim=1) > ALIKE).any()
+        or ((before - back @ after).norm(dim=1) > ALIKE).any()
     ):
-        return "rows"
-    return None
+        return None
+    own = mixture.diagonal().square() / mixture.square().sum(1)
+    return "rows" if float(own.median()) < OWN else None
 
 
 def is_mapped(info: ObservationInfo) -> bool:

@@ -22,6 +22,7 @@ from hiddenlab.eval.assess import command, price
 from hiddenlab.eval.assess.belief import RARE, Belief
 from hiddenlab.eval.assess.command import assess
 from hiddenlab.eval.assess.ensemble import (
+    CRASHED,
     DONE_BEFORE,
     RAN,
     Attempt,
@@ -257,6 +258,16 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None]] = {
         ),
         None,
     ),
+    "turned, all of one length": (
+        lambda rows: torch.nn.functional.normalize(rows) @ turns(rows.shape[1]),
+        "columns",
+    ),
+    "turned in place": (lambda rows: rows.copy_(rows @ turns(rows.shape[1])), "columns"),
+    "noised beside a sink": (
+        lambda rows: rows + 0.3 * rows[1:].norm(dim=1).median() * turns(rows.shape[1])[: len(rows)],
+        None,
+    ),
+    "smoothed": (lambda rows: 0.5 * rows + 0.25 * rows.roll(1, 0) + 0.25 * rows.roll(-1, 0), None),
     "of another length": (lambda rows: 3 * rows, None),
     "rounded": (lambda rows: rows.round(decimals=1), None),
     "zeros": (torch.zeros_like, None),
@@ -657,6 +668,24 @@ def test_what_does_not_convince_does_not_lead(tiny_model: Truncated) -> None:
 class Misread(Unsure):
     def _recover(self, observation: Observation) -> AttackResult:
         return read_as([9])
+
+
+@pytest.mark.parametrize(
+    ("token", "row"), [(65.5, 0), (True, 0), ("5", 0), (-1, 0), (10**6, 0), (5, -2), (5, 0.5)]
+)
+def test_an_answer_that_no_record_can_hold_is_the_attacks_failure(
+    tiny_model: Truncated, token: Any, row: Any
+) -> None:
+    """Else it is written, and no later command can read the record."""
+    model = tiny_model("llama", 1)
+
+    class Wrong(Unsure):
+        def _recover(self, observation: Observation) -> AttackResult:
+            return replace(read_as([5]), tokens=(replace(read_as([5]).tokens[0], token=token, row=row),))
+
+    registry.register("attacks", "wrong-answer", Wrong)
+    (one,) = attack_all(released(model, [5]), model, 0, 60.0, silent, [Step("wrong-answer")])
+    assert one.status == CRASHED and not one.results and "whole numbers" in one.reason
 
 
 class Empty(Unsure):
