@@ -194,10 +194,7 @@ class Observation:
             "site": asdict(model.site),
             "provider_dtype": str(rows.dtype if half else model.dtype).removeprefix("torch."),
         }
-        try:
-            return cls(rows, check({**own, **facts}, ObservationInfo, "the facts of the states"))
-        except TypeError as error:
-            raise InputError(f"the facts of the states should be JSON values: {error}") from None
+        return cls(rows, check({**own, **facts}, ObservationInfo, "the facts of the states"))
 
     @classmethod
     def from_file(cls, path: str | Path, model: "Sited", **reading: Any) -> "Observation":

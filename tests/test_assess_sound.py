@@ -447,7 +447,7 @@ def test_from_python_own_attacks_are_named(tiny_model: Callable[..., TruncatedMo
             hl.assess("identity", model, "ab", attacks=attacks)
     with pytest.raises(InputError, match=r"there/is/none\.py"):
         hl.assess("identity", model, "ab", attacks="there/is/none.py")
-    with pytest.raises(InputError, match=r"attacker holds what no JSON file can hold: Object of type set"):
+    with pytest.raises(InputError, match=r"attacker should be JSON values: Object of type set"):
         hl.assess("identity", model, "ab", known={3})
 
 

@@ -126,7 +126,7 @@ def check(value: Any, form: type[T], where: str) -> T:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{where} holds what no JSON file can hold: {error}") from None
+        raise InputError(f"{where} should be JSON values: {error}") from None
     return _checked(text, form, where)
 
 
