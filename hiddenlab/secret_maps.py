@@ -28,6 +28,7 @@ LEAVES: dict[str, Invariant] = {"columns": "gram", "each-row": "norms", "rows": 
 # their length. A row whose cosine with itself is below ``ANOTHER`` is another row. A mixture in which less than
 # ``OWN`` of a row is of the row itself hides which token it is of; smoothing leaves two thirds.
 ALIKE, LESS, MOVED, ANOTHER, OWN = 0.01, 0.1, 0.1, 0.25, 1 / 3
+FEWEST = 4  # rows; two have one inner product, which noise keeps by chance
 
 TURNED = "turned_blocks"  # the fact that rows were hidden as KV-Cloak does
 
@@ -80,7 +81,7 @@ def map_between(before: Float[Tensor, "rows d"], after: Float[Tensor, "more k"])
     Behind noise or rounding of more than a fiftieth of a row none is seen.
     """
     rows, width = before.shape
-    if after.shape != before.shape or not 2 <= rows <= width // 2:
+    if after.shape != before.shape or not FEWEST <= rows <= width // 2:
         return None
     lengths, others = (states.double().norm(dim=1).clamp(min=1e-30) for states in (before, after))
     # Row by row: one attention sink may be a hundred times as long as other rows.

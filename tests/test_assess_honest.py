@@ -38,7 +38,7 @@ from hiddenlab.models import TruncatedModel, load_model
 from hiddenlab.report.markdown import write_report
 from hiddenlab.row_facts import with_extra_rows
 from hiddenlab.runner import Interrupted
-from hiddenlab.secret_maps import with_map
+from hiddenlab.secret_maps import map_between, with_map
 from hiddenlab.stages import Stage
 from hiddenlab.types import (
     AttackResult,
@@ -312,6 +312,14 @@ def test_a_defense_that_maps_rows_in_secret_is_refused(
         HiddenlabError, match=rf"says nothing of it: let it return .*with_map\(info, '{of}'\)"
     ):
         Channel([Mapping()]).release(model, tokens)
+
+
+def test_noise_on_few_rows_is_no_secret_map() -> None:
+    """Two rows have one inner product, which noise keeps by chance."""
+    for seed in range(500):
+        rows, noise = torch.randn(2, 4, 64, generator=seeded(seed))
+        for count in (2, 3, 4):
+            assert map_between(rows[:count], (rows + noise)[:count]) is None
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([5, 6]), {5, 6}])
